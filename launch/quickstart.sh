@@ -5,13 +5,14 @@
 #
 #   bash launch/quickstart.sh [--config.KEY=VALUE ...]     flags apply to all commands, e.g. --config.train.num_steps=20
 #
-# With another number of steps, the learning rate has another schedule, so the folders are separate: runs/*-20-steps.
+# With another number of steps, the learning rate has another schedule, so the folders are separate, such as
+# runs/evaluation-20-steps. A change of the base policy or of the task requires another clone or the removal of runs/.
 source "$(dirname "$0")/help.sh"
 source "$(dirname "$0")/setup_env.sh" "[train]"
 
 steps=$(printf '%s\n' "$@" | sed -n 's/^--config\.train\.num_steps=//p' | tail -n 1)
 suffix=${steps:+-$steps-steps}
-base=runs/models/base grpo=runs/countdown-grpo$suffix poly_epo=runs/countdown-poly_epo$suffix
+base=runs/models/base grpo=runs/countdown$suffix-grpo poly_epo=runs/countdown$suffix-poly_epo
 python -m poly_epo_jax.fit_base --config=configs/countdown.py --output=$base "$@"
 python -m poly_epo_jax.main --config=configs/countdown.py:grpo --config.workdir="$grpo" "$@"
 python -m poly_epo_jax.main --config=configs/countdown.py:poly_epo --config.workdir="$poly_epo" "$@"

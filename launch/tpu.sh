@@ -22,12 +22,13 @@
 #
 # Environment variables: NAME (of the slice), ZONE, SHARED, JUDGE_URL, and RUNTIME (version of the TPU software; default:
 # the version for v5p or v6e).
+source "$(dirname "$0")/help.sh"
 set -euo pipefail
 name=${NAME:-poly-epo} shared=${SHARED:-/mnt/shared} log=poly_epo_jax.log
 action=${1:-}
 shift || true
 if [[ " create setup run log status stop delete " != *" $action "* ]]; then
-  sed -n '2,/^set /{s/^# \{0,1\}//p}' "$0" >&2
+  bash "$0" --help >&2
   exit 2
 fi
 zone=${ZONE:?is not set; set it to the zone of the slice, for example us-east5-a}
@@ -39,7 +40,7 @@ copy() { # copies the working tree to all hosts, and removes files there that it
   local folder file
   folder=$(mktemp -d)
   git ls-files -z --cached --others --exclude-standard | while IFS= read -rd '' file; do
-    if [ -e "$file" ]; then printf '%s\0' "$file"; fi # tracked files may have been deleted
+    if [ -f "$file" ] || [ -L "$file" ]; then printf '%s\0' "$file"; fi # tracked files may have been deleted
   done | tar --null --files-from=- -czf "$folder/poly_epo_jax.tar.gz"
   gcloud compute tpus tpu-vm scp "$folder/poly_epo_jax.tar.gz" "$name:" --zone="$zone" --worker=all
   rm -r "$folder"

@@ -9,6 +9,7 @@ evaluation of the policy before training with the label `base`.
 import collections
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.report.figures import panels
 from poly_epo_jax.system.json_files import read_object
+from poly_epo_jax.tasks.countdown import CountdownTask, operator_cost
 
 STUDY = Path("runs/study-countdown")
 NUM_GENERATIONS = 256
@@ -26,16 +28,25 @@ COLORS = {"Poly-EPO": "#0072B2", "GRPO": "#D55E00", "base policy": "#000000"}
 KS = [2**power for power in range(9)]
 
 
+def problem_rows(label: str) -> list[dict[str, Any]]:
+    """Returns the number of correct generations of each problem."""
+    return read_object(STUDY / "evaluation" / "countdown" / label / "results.json", "rerun the study")["per_problem"]
+
+
 def solved(label: str) -> Float[np.ndarray, "problems ks"]:
     """Returns pass@k of each problem at `KS`, from the number of correct generations of each problem."""
-    rows = read_object(STUDY / "evaluation" / "countdown" / label / "results.json", "rerun the study")["per_problem"]
-    correct = np.array([row["num_correct"] for row in sorted(rows, key=lambda row: row["problem"])])
+    correct = np.array([row["num_correct"] for row in sorted(problem_rows(label), key=lambda row: row["problem"])])
     return np.stack([pass_at_k(NUM_GENERATIONS, correct, k) for k in KS], axis=1)
+
+
+def run_labels(method: str) -> list[str]:
+    """Returns the labels of the runs of a method."""
+    return [f"countdown-{method}-lr0.00015-seed{seed}" for seed in SEEDS]
 
 
 def seeds(method: str) -> Float[np.ndarray, "seeds problems ks"]:
     """Returns pass@k of each seed and problem for a method."""
-    return np.stack([solved(f"countdown-{method}-lr0.00015-seed{seed}") for seed in SEEDS])
+    return np.stack([solved(label) for label in run_labels(method)])
 
 
 def interval_text(values: Float[np.ndarray, "seeds problems"]) -> str:
@@ -77,6 +88,16 @@ def print_advantage_shares(method: str) -> None:
     print(f"{method}: " + "  ".join(f"{right}: {mass[right] / total:.3f}" for right in range(9)))
 
 
+def print_rare_strategies(labels: dict[str, list[str]]) -> None:
+    """Prints pass@256 on the held-out problems whose cheapest strategy costs 4 or more."""
+    task = CountdownTask()
+    rare = {p.id for p in task.held_out_problems if min(map(operator_cost, task.solutions(p))) >= 4}
+    print(f"pass@256 on the {len(rare)} held-out problems whose cheapest strategy costs 4 or more:")
+    for name, folders in labels.items():
+        rows = [row for folder in folders for row in problem_rows(folder) if row["problem"] in rare]
+        print(f"{name}: {np.mean([row['num_correct'] > 0 for row in rows]):.3f}")
+
+
 def draw(base: Float[np.ndarray, "problems ks"], methods: dict[str, Float[np.ndarray, "seeds problems ks"]]) -> None:
     """Draws pass@k and the paired difference of Poly-EPO and GRPO."""
     with panels(2, 2, (4.3, 3.1)) as (figure, (left, right)):
@@ -110,8 +131,19 @@ if __name__ == "__main__":
     names = {"grpo": "GRPO", "poly_epo": "Poly-EPO", "max_rl": "MaxRL", "passk": "passk"}
     by_method = {title: seeds(name) for name, title in names.items()}
     print_differences(base_policy, by_method)
-    for method in (*names, "grpo_div_0.1", "grpo_div_0.5", "grpo_focal", "poly_epo_focal"):
+    others = (
+        "pkpo",
+        "grpo_focal",
+        "poly_epo_focal",
+        "poly_epo_n2",
+        "poly_epo_n6",
+        "grpo_div_0.1",
+        "grpo_div_0.5",
+        "grpo_div_1",
+    )
+    for method in (*names, *others):
         print_advantage_shares(method)
+    print_rare_strategies({"base": ["base"]} | {method: run_labels(method) for method in (*names, *others)})
     draw(base_policy, by_method)
     frozen = Path("runs/countdown-base") / METRICS
     print("ever solved, frozen base:", [row for row in read_rows(frozen) if "train/ever_solved" in row][-1])

@@ -6,7 +6,7 @@ FOLDER is the folder of a run, which may be in progress, or of an evaluation. Se
 The command writes report.html, and each figure as PNG and PDF, to FOLDER/report by default, or to report/ next to the
 first folder if there are several. Figures:
   runs         training_dynamics, comparison, pass_at_k, timeline
-  evaluations  evaluation_pass_at_k, paired_pass_at_k, majority, branches, rollout_trees
+  evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
 """
 
 import os

@@ -43,8 +43,8 @@ COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
 
 # Color-blind safe palette of Okabe and Ito. Lines with the same color differ in dashes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_METHOD_COLORS = {"poly_epo": 0, "grpo": 1, "grpo_div": 2, "max_rl": 3}
-"""Index of the color of the policies of each method."""
+_METHOD_COLORS = {"poly_epo": 0, "grpo": 1, "grpo_div": 2, "max_rl": 3, "base": 6}
+"""Index of the color of the policies of each method, and of the policy before training."""
 _OTHER_COLORS = (3, 4, 5, 0, 1, 2, 6)
 _DASHES = ("-", "--", ":")  # followed by dashes with one dot, two dots, ...
 # Families with Chinese, Japanese and Korean characters, which DejaVu Sans lacks. Installed families are used.
@@ -251,13 +251,10 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     The labels of a method, such as `poly_epo` or `polynomial-poly_epo`, have the same color in all reports. `base`, the
     policy before training, is a dashed black line.
     """
-    found, used = {}, collections.Counter[int]()
+    found, used = {}, collections.Counter({_METHOD_COLORS["base"]: 1})  # black lines are never solid
     others = itertools.cycle(_OTHER_COLORS)
     for label in labels:
         method = label.rpartition("-")[2]
-        if method == "base":
-            found[label] = {"label": label, "color": COLORS[-1], "linestyle": "--"}
-            continue
         color = _METHOD_COLORS[method] if method in _METHOD_COLORS else next(others)
         found[label] = {"label": label, "color": COLORS[color], "linestyle": _dashes(used[color])}
         used[color] += 1

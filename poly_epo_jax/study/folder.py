@@ -11,6 +11,7 @@ lock                        locked by the process that executes the study
 import dataclasses
 import datetime
 import json
+import re
 from pathlib import Path
 
 from poly_epo_jax.metrics.logged import is_held_out
@@ -59,6 +60,11 @@ class RunKey:
     def label(self) -> str:
         """Label of the run in evaluations, which contain runs of several tasks."""
         return f"{self.task}-{self.name}"
+
+    @staticmethod
+    def is_label(text: str) -> bool:
+        """Returns True if the text has the form of the label of a run."""
+        return re.search(r"-lr[0-9.e+-]+-seed[0-9]+$", text) is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,12 @@ from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.study import figures
 from poly_epo_jax.study.folder import clock
 from poly_epo_jax.study.frontier import plot_frontier
-from poly_epo_jax.study.pass_at_k import PASS_AT_K as PASS_AT_K_OF_EVALUATIONS, pass_at_k_tables, plot_pass_at_k
+from poly_epo_jax.study.pass_at_k import (
+    PASS_AT_K as PASS_AT_K_OF_EVALUATIONS,
+    interval_text,
+    pass_at_k_tables,
+    plot_pass_at_k,
+)
 from poly_epo_jax.study.results import Cell, StudyResults, read_results
 
 INTERVAL_NOTE = (
@@ -172,7 +177,7 @@ def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
 
 
 def markdown(results: StudyResults) -> str:
-    """Returns Markdown with two tables per task: means and, if there are any, differences from the baseline."""
+    """Returns Markdown with the tables of each task: means, and differences from the baseline if there are any."""
     parts = ["Means over training seeds, with 95% confidence intervals (Student's t) in brackets."]
     for task in results.tasks:
         rows = result_rows(results, task)
@@ -188,17 +193,6 @@ def markdown(results: StudyResults) -> str:
             for title, (header, *lines) in pass_at_k_tables(results, task, benchmark).items():
                 parts += [f"{title}:", "\n".join(markdown_table(header, lines))]
     return "\n\n".join(parts) + "\n"
-
-
-def interval_text(interval: Interval, sign: str = "") -> str:
-    """Formats a mean with its interval in brackets, if it has one.
-
-    Args:
-      interval: Mean and bounds. The bounds are NaN for a single seed.
-      sign: "+" writes the sign of positive numbers.
-    """
-    mean, low, high = (format(value, f"{sign}.3f") for value in interval)
-    return mean if interval.low != interval.low else f"{mean} [{low}, {high}]"
 
 
 def _table(

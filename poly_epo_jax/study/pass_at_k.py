@@ -4,12 +4,14 @@ A reference is a model that is evaluated in the evaluation folder of the study b
 policy before training with the label `base`.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from poly_epo_jax.metrics.evaluation import PASS, at
 from poly_epo_jax.metrics.intervals import Interval, mean_interval
@@ -21,7 +23,7 @@ from poly_epo_jax.study.results import Cell, StudyResults
 EVER_SOLVED = "train/ever_solved"
 PASS_AT_K = (
     "Fraction of the problems that at least one of k generations solves. Lines are means over finished seeds. Shaded: "
-    "range over seeds. Dashed: models that are not runs of the study. The tables also contain the k from which pass@k "
+    "range over seeds. Black: models that are not runs of the study. The tables also contain the k from which pass@k "
     "is below that of the first of these models (interpolated over log2 k, with the interval of the logarithm over "
     "seeds), and the number of distinct training problems that the generations of a run solved."
 )
@@ -38,14 +40,14 @@ def crossing_point(curve: Curve, reference: Curve) -> float:
       reference: pass@k of the reference.
 
     Returns:
-      The k of the last crossing, 0 if the curve is below the reference at the smallest common k and at all larger ones,
-      or infinity if it is not below the reference at the largest common k.
+      The k of the last crossing, the smallest common k if the curve is below the reference at all of them, or infinity
+      if it is not below the reference at the largest common k.
     """
     ks = sorted(curve.keys() & reference.keys())
     above = [curve[k] - reference[k] for k in ks]
     last = max((index for index, difference in enumerate(above) if difference >= 0), default=-1)
     if last in (-1, len(ks) - 1):
-        return 0.0 if last == -1 else math.inf
+        return ks[0] if last == -1 else math.inf
     share = above[last] / (above[last] - above[last + 1])
     return 2 ** (math.log2(ks[last]) + share * math.log2(ks[last + 1] / ks[last]))
 
@@ -73,13 +75,14 @@ def pass_at_k_tables(results: StudyResults, task: str, benchmark: str) -> dict[s
     for cell, found in curves.items():
         start = [cell[1], f"{cell[2]:g}"]
         crossing = [_crossing_text([crossing_point(one, references[first]) for one in found])] if first else []
-        means = [_text(results.interval(cell, name)) for name in names]
-        rows.append([*start, *means, *crossing, _text(results.interval(cell, EVER_SOLVED), digits=0)])
+        means = [interval_text(results.interval(cell, name)) for name in names]
+        rows.append([*start, *means, *crossing, interval_text(results.interval(cell, EVER_SOLVED), digits=0)])
         compared = [results.difference(cell, name) for name in names]
         if any(compared):
-            differences.append([*start, *(_text(one, "+") for one in compared)])
+            differences.append([*start, *(interval_text(one, "+") for one in compared)])
     tables = {f"pass@k on {benchmark}": [[*header, *more], *rows]}
-    return tables | ({f"Difference in pass@k from {results.baseline}": [header, *differences]} if differences else {})
+    title = f"Difference in pass@k on {benchmark} from {results.baseline}"
+    return tables | ({title: [header, *differences]} if differences else {})
 
 
 def plot_pass_at_k(results: StudyResults, task: str, benchmark: str) -> Figure | None:
@@ -94,19 +97,26 @@ def plot_pass_at_k(results: StudyResults, task: str, benchmark: str) -> Figure |
     rates = sorted({rate for _, _, rate in curves})
     if not rates:
         return None
+    references = {
+        label: {"label": label, "color": "#000000", "linestyle": linestyle}
+        for label, linestyle in zip(
+            results.references(task, benchmark), itertools.cycle(("--", ":", "-.")), strict=False
+        )
+    }
     with figures.panels(len(rates), len(rates), (6.4 / len(rates) ** 0.5, 3.6), sharey=True) as (figure, panels):
         for axes, rate in zip(panels, rates, strict=True):
-            for found in results.references(task, benchmark).values():
-                reference = _curve(found)
-                axes.plot(list(reference), list(reference.values()), color="#000000", linestyle="--")
+            for label, style in references.items():
+                reference = _curve(results.references(task, benchmark)[label])
+                axes.plot(list(reference), list(reference.values()), **style)
             for method, style in line_styles(results).items():
                 seeds = [
                     (np.array(list(one)), np.array([*one.values()])) for one in curves.get((task, method, rate), [])
                 ]
-                draw_band(axes, seeds, style | {"marker": ""}, marked=True)
+                draw_band(axes, seeds, style, marked=True)
             axes.set_title(f"learning rate {rate:g}" if len(rates) > 1 else "")
             log2_axis(axes, "k (attempts)")
-        add_legend(figure, results)
+            figures.unit_axis(axes, "y")
+        add_legend(figure, results, *(Line2D([], [], **style) for style in references.values()))
     return figure
 
 
@@ -130,16 +140,22 @@ def _shared_ks(curves: Sequence[Curve]) -> list[int]:
 
 
 def _crossing_text(points: Sequence[float]) -> str:
-    """Formats the crossing points of the seeds: their geometric mean with its interval if all of them are finite."""
-    values = np.array(points)
-    if never := int(np.isinf(values).sum()):
-        return f"never in {never} of {len(values)} seeds"
-    if not values.all():
-        return "1"
-    return _text(Interval(*(2**value for value in mean_interval(np.log2(values)))), digits=0)
+    """Formats the crossing points of the seeds: geometric mean and interval, or their range if some are infinite."""
+    finite = np.array([point for point in points if math.isfinite(point)])
+    if len(finite) == len(points):
+        return interval_text(Interval(*(2**value for value in mean_interval(np.log2(finite)))), digits=0)
+    never = f"not in {len(points) - len(finite)} of {len(points)} seeds"
+    return f"{finite.min():.0f} to {finite.max():.0f}; {never}" if len(finite) else never
 
 
-def _text(interval: Interval | None, sign: str = "", digits: int = 3) -> str:
+def interval_text(interval: Interval | None, sign: str = "", digits: int = 3) -> str:
+    """Formats a mean with its interval in brackets, if it has one. None is a hyphen.
+
+    Args:
+      interval: Mean and bounds. The bounds are NaN for a single seed.
+      sign: "+" writes the sign of positive numbers.
+      digits: Number of decimals.
+    """
     if interval is None:
         return "-"
     mean, low, high = (format(value, f"{sign}.{digits}f") for value in interval)

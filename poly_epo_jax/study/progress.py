@@ -31,6 +31,7 @@ class StudyProgress(Progress):
         self._began = time.monotonic()
         self._fractions = {run.key.path: _fraction(run) for run in runs}
         self._work = self._left = sum(1 - fraction for fraction in self._fractions.values())
+        self._open = list(runs)  # neither failed nor finished
         self.listener = Listener(self._started, self._ended)
         super().__init__(*columns, console=console, refresh_per_second=1, disable=not console.is_terminal)
         if self.disable:
@@ -57,8 +58,7 @@ class StudyProgress(Progress):
 
         The estimate assumes that all runs take equally long, and that the same number of them is active until the end.
         """
-        active = [task.fields["run"] for task in self.tasks]
-        done = self._work - self._left + sum(_fraction(run) - self._fractions[run.key.path] for run in active)
+        done = self._work - self._left + sum(_fraction(run) - self._fractions[run.key.path] for run in self._open)
         if not 0 < done < self._work:
             return ""
         return f", about {clock((time.monotonic() - self._began) * (self._work - done) / done)} left"
@@ -72,6 +72,7 @@ class StudyProgress(Progress):
         self._failed += row["exit"] not in (0, *ENDED)
         if row["exit"] or is_finished:  # failed runs are not repeated
             self._left -= 1 - self._fractions[run.key.path]
+            self._open = [other for other in self._open if other.key != run.key]
         verb = {"train": "trained", "evaluate": "evaluated"}[row["stage"]]
         if row["exit"]:
             how = "was stopped" if row["exit"] in ENDED else "failed"

@@ -106,7 +106,8 @@ class StudyResults:
     def references(self, task: str, benchmark: str) -> dict[str, Mapping[str, Any]]:
         """Returns the content of results.json of the models that are evaluated but not trained by the study, by label.
 
-        A label that begins with the name of a task and a hyphen, as those of runs, is a reference of this task only.
+        A label that begins with the name of a task and a hyphen is a reference of this task only. Runs that the study no
+        longer contains are no references.
 
         Args:
           task: Name of the task.
@@ -116,7 +117,7 @@ class StudyResults:
         return {
             label.removeprefix(own): found[benchmark]
             for label, found in self.others.items()
-            if benchmark in found and not label.startswith(foreign)
+            if benchmark in found and not label.startswith(foreign) and not RunKey.is_label(label)
         }
 
     def of(self, cell: Cell, finished: bool = True) -> list[Result]:

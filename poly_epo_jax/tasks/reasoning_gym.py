@@ -54,7 +54,7 @@ class ReasoningGymTask:
 
     Raises:
       ImportError: If reasoning-gym is not installed.
-      ValueError: If the dataset or one of its options does not exist, no problem of a part can be generated, or
+      ValueError: If the dataset or one of its options does not exist, no problem can be generated, or
         `template` does not contain `{problem}` exactly once.
     """
 

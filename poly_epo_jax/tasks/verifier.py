@@ -1,6 +1,7 @@
 """Grades answers in worker processes with time and memory limits.
 
-A malicious answer therefore cannot stall or crash the run.
+An answer that takes too long, needs too much memory or ends its process therefore cannot stall or crash the run. The
+processes are no sandbox: a grader that evaluates an answer as code runs it with the rights of the user.
 """
 
 import collections
@@ -209,8 +210,9 @@ class _Worker:
         # Two attempts, because the worker may have terminated for a reason unrelated to this answer.
         for _ in range(2):
             reply = self._reply(request, seconds)
-            if reply:
-                return json.loads(reply)
+            with contextlib.suppress(ValueError):  # a grader that executes an answer may have written anything
+                if reply:
+                    return json.loads(reply)
             self.stop()
             overran = reply is None or self._process.returncode == -signal.SIGPROF
             self._start()

@@ -182,7 +182,7 @@ def test_a_quick_start_with_another_number_of_steps_has_separate_folders(tmp_pat
         return re.findall(r"runs/\S+", printed)
 
     few = folders("--config.seed=1", "--config.train.num_steps=20")
-    changed = re.compile("(countdown-grpo|countdown-poly_epo|evaluation|report)")
+    changed = re.compile("(countdown|evaluation|report)")
     assert few == [changed.sub(r"\1-20-steps", name) for name in folders("--config.seed=1")]
     base, grpo, poly_epo, *others = folders()
     assert (base, grpo, poly_epo) == ("runs/models/base", "runs/countdown-grpo", "runs/countdown-poly_epo")

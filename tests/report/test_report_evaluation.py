@@ -104,7 +104,9 @@ def test_paired_differences_are_means_over_the_same_problems(evaluation: Path):
                     for ours, theirs in zip(results[benchmark][model]["per_problem"], first["per_problem"], strict=True)
                 ]
                 low, high = bootstrap_interval(np.array(values))
-                assert [point.mean, point.low, point.high] == pytest.approx([np.mean(values), float(low), float(high)], abs=1e-9)
+                assert [point.mean, point.low, point.high] == pytest.approx(
+                    [np.mean(values), float(low), float(high)], abs=1e-9
+                )
     assert paired_differences({}) == {}
     assert paired_differences({"aime26": {"base": results["aime26"]["base"]}}) == {}
 
