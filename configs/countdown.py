@@ -2,7 +2,7 @@
 
 python -m poly_epo_jax.main --config=configs/countdown.py            (or :grpo, :grpo_div, :max_rl after the file name)
 
-GRPO's pass@k starts higher than the base policy's and falls below it. Poly-EPO's pass@k is above GRPO's from about k = 4.
+GRPO's pass@k starts higher than the base policy's and falls below it. Poly-EPO's is above GRPO's from k = 4.
 """
 
 from ml_collections import ConfigDict

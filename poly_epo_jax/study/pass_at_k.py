@@ -47,7 +47,7 @@ def crossing_point(curve: Curve, reference: Curve) -> float:
     above = [curve[k] - reference[k] for k in ks]
     last = max((index for index, difference in enumerate(above) if difference >= 0), default=-1)
     if last in (-1, len(ks) - 1):
-        return ks[0] if last == -1 else math.inf
+        return float(ks[0]) if last == -1 else math.inf
     share = above[last] / (above[last] - above[last + 1])
     return 2 ** (math.log2(ks[last]) + share * math.log2(ks[last + 1] / ks[last]))
 
@@ -97,7 +97,7 @@ def plot_pass_at_k(results: StudyResults, task: str, benchmark: str) -> Figure |
     rates = sorted({rate for _, _, rate in curves})
     if not rates:
         return None
-    references = {
+    references: dict[str, dict[str, Any]] = {
         label: {"label": label, "color": "#000000", "linestyle": linestyle}
         for label, linestyle in zip(
             results.references(task, benchmark), itertools.cycle(("--", ":", "-.")), strict=False
@@ -109,9 +109,11 @@ def plot_pass_at_k(results: StudyResults, task: str, benchmark: str) -> Figure |
                 reference = _curve(results.references(task, benchmark)[label])
                 axes.plot(list(reference), list(reference.values()), **style)
             for method, style in line_styles(results).items():
-                seeds = [
-                    (np.array(list(one)), np.array([*one.values()])) for one in curves.get((task, method, rate), [])
+                powers = [
+                    {k: value for k, value in one.items() if k.bit_count() == 1}
+                    for one in curves.get((task, method, rate), [])
                 ]
+                seeds = [(np.array(list(one)), np.array(list(one.values()))) for one in powers]
                 draw_band(axes, seeds, style, marked=True)
             axes.set_title(f"learning rate {rate:g}" if len(rates) > 1 else "")
             log2_axis(axes, "k (attempts)")

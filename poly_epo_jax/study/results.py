@@ -106,8 +106,8 @@ class StudyResults:
     def references(self, task: str, benchmark: str) -> dict[str, Mapping[str, Any]]:
         """Returns the content of results.json of the models that are evaluated but not trained by the study, by label.
 
-        A label that begins with the name of a task and a hyphen is a reference of this task only. Runs that the study no
-        longer contains are no references.
+        A label that begins with the name of a task and a hyphen is a reference of this task only. Runs that the study
+        no longer contains are no references.
 
         Args:
           task: Name of the task.
