@@ -38,6 +38,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_memory, check_writable, model_shape
 from poly_epo_jax.step.packing import row_tokens
+from poly_epo_jax.system.user_path import user_path
 
 
 def run(config: Config, output: Path) -> None:
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--num_layers", type=int, default=0, help="number of layers to compile with --compile_for (0 = all layers)"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON file for the results (default: a file in runs/)"
+        "--output", type=user_path, metavar="FILE", help="JSON file for the results (default: a file in runs/)"
     )
     return run_command(parser, arguments, _run_or_plan)
 

@@ -18,13 +18,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.command import run
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable
+from poly_epo_jax.system.user_path import user_path
 
 
 def _run(config: Config, flags: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
     parser.add_argument("--short", action="store_true", help="run only quick checks that do not modify the servers")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table as JSON to this file")
+    parser.add_argument("--output", type=user_path, metavar="FILE", help="write the table as JSON to this file")
     # Exiting normally removes temporary folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return run_command(parser, arguments, _run, hosts.HostError)

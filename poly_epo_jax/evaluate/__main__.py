@@ -62,6 +62,7 @@ from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
 from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling
 
@@ -277,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=user_path,
         default=Path("runs/evaluation"),
         metavar="FOLDER",
         help="output folder of the evaluation (default: runs/evaluation)",

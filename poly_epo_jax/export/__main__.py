@@ -24,6 +24,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import read_config
 from poly_epo_jax.startup.trained_policy import base_name, open_trained_policy
 from poly_epo_jax.system.signals import exit_code
+from poly_epo_jax.system.user_path import user_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="dtype of the written weights (default: bfloat16, or float32 for an adapter)",
     )
     parser.add_argument("--adapter", action="store_true", help="write only the adapter, in the format of PEFT")
-    parser.add_argument("--base", type=Path, help="folder of the base policy of an adapter, if it was moved")
+    parser.add_argument("--base", type=user_path, help="folder of the base policy of an adapter, if it was moved")
 
     def work() -> None:
         options = parser.parse_args(arguments)

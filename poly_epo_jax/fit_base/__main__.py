@@ -20,6 +20,7 @@ from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable, use_compilation_cache
 from poly_epo_jax.startup.read_config import make_task
 from poly_epo_jax.step.objective import DivergenceError
+from poly_epo_jax.system.user_path import user_path
 
 
 def fit_base(config: Config, folder: Path) -> None:
@@ -65,7 +66,7 @@ def _run(config: Config, flags: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fits a base policy as specified by the command line (`sys.argv` if None), and returns the exit code."""
     parser = config_parser(__doc__)
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="Hugging Face folder to create")
+    parser.add_argument("--output", type=user_path, metavar="FOLDER", help="Hugging Face folder to create")
     return run_command(parser, arguments, _run, DivergenceError)
 
 

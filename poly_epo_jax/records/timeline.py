@@ -49,7 +49,7 @@ class BusyTime:
 
     @property
     def is_running(self) -> bool:
-        """Whether a task is in progress."""
+        """True while a task is in progress."""
         return self._running > 0
 
     def seconds(self) -> float:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from poly_epo_jax.report.build import write_report
 from poly_epo_jax.system.signals import exit_code
+from poly_epo_jax.system.user_path import user_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="run folder or evaluation folder")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="output folder (default: report/ in or next to FOLDER)"
+        "--output", type=user_path, metavar="DIR", help="output folder (default: report/ in or next to FOLDER)"
     )
     parser.add_argument(
         "--models", default="", metavar="NAME,NAME", help="evaluated models to show, in this order (default: all)"

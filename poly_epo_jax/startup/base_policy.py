@@ -84,9 +84,9 @@ class DemonstratedTask(Task, Protocol):
 def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     """Returns the folder of the base policy that `config.base` describes, and fits the policy if it is not cached.
 
-    The cache is keyed by the `base` and `task` sections and by the demonstrations, see `base_policy_folder`. Unless the
-    task has `demonstrated_problems`, the policy is fitted to demonstrations of all problems, including the held-out
-    problems, which are only held out from RL.
+    The cache is keyed by the `base` and `task` sections and by the demonstrations, see `base_policy_folder`. The policy
+    is fitted to demonstrations of `task.demonstrated_problems`. By default, these are all problems, including the
+    held-out problems, which are only held out from RL.
 
     Args:
       config: The configuration.

@@ -16,10 +16,10 @@ from poly_epo_jax.study import figures
 from poly_epo_jax.study.folder import clock
 from poly_epo_jax.study.frontier import plot_frontier
 from poly_epo_jax.study.pass_at_k import (
-    PASS_AT_K as PASS_AT_K_OF_EVALUATIONS,
+    EVALUATED_PASS_AT_K,
     interval_text,
     pass_at_k_tables,
-    plot_pass_at_k,
+    plot_evaluated_pass_at_k,
 )
 from poly_epo_jax.study.results import Cell, StudyResults, read_results
 
@@ -97,7 +97,9 @@ def _task(results: StudyResults, task: str) -> str:
         parts.append(_figure(entry.title, entry.meaning, figures.plot_curves(results, task, metric), task))
     for benchmark in results.benchmarks(task):
         parts.append(
-            _figure(f"pass@k on {benchmark}", PASS_AT_K_OF_EVALUATIONS, plot_pass_at_k(results, task, benchmark), task)
+            _figure(
+                f"pass@k on {benchmark}", EVALUATED_PASS_AT_K, plot_evaluated_pass_at_k(results, task, benchmark), task
+            )
         )
         for title, (header, *rows) in pass_at_k_tables(results, task, benchmark).items():
             escaped = [[html.escape(cell) for cell in row] for row in rows]

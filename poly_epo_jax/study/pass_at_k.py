@@ -21,7 +21,7 @@ from poly_epo_jax.study.figures import add_legend, draw_band, line_styles
 from poly_epo_jax.study.results import Cell, StudyResults
 
 EVER_SOLVED = "train/ever_solved"
-PASS_AT_K = (
+EVALUATED_PASS_AT_K = (
     "Fraction of the problems that at least one of k generations solves. Lines are means over finished seeds. Shaded: "
     "range over seeds. Black: models that are not runs of the study. The tables also contain the k from which pass@k "
     "is below that of the first of these models (interpolated over log2 k, with the interval of the logarithm over "
@@ -85,7 +85,7 @@ def pass_at_k_tables(results: StudyResults, task: str, benchmark: str) -> dict[s
     return tables | ({title: [header, *differences]} if differences else {})
 
 
-def plot_pass_at_k(results: StudyResults, task: str, benchmark: str) -> Figure | None:
+def plot_evaluated_pass_at_k(results: StudyResults, task: str, benchmark: str) -> Figure | None:
     """Draws pass@k of the evaluations on a benchmark, with a panel per learning rate. Returns None if there is no data.
 
     Args:

@@ -107,7 +107,7 @@ class StudyResults:
         """Returns the content of results.json of the models that are evaluated but not trained by the study, by label.
 
         A label that begins with the name of a task and a hyphen is a reference of this task only. Runs that the study
-        no longer contains are no references.
+        no longer contains are not references.
 
         Args:
           task: Name of the task.

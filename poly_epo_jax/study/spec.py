@@ -10,6 +10,7 @@ from typing import Any
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.methods import METHODS
+from poly_epo_jax.system.user_path import user_path
 
 Changes = Mapping[str, Any]
 """Values of configuration keys by dotted name, such as {"algo.set_size": 2}."""
@@ -142,4 +143,4 @@ def read_study(file: Path) -> Study:
         raise ConfigError(
             f"{file} must define a function get_study() that returns a Study; see docs/how_to/compare_methods.md."
         )
-    return dataclasses.replace(study, folder=study.folder or f"runs/study-{file.stem}")
+    return dataclasses.replace(study, folder=str(user_path(study.folder or f"runs/study-{file.stem}")))

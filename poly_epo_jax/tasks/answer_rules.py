@@ -5,9 +5,9 @@ Each rule of `VETOES` rejects answers that math-verify would accept. `comparable
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
-SPACE = r"(?:\s|\\[ ,;:!>])"
+from poly_epo_jax.tasks.answers import SPACE
+
 SPACES = SPACE + "{0,9}"
 APPROXIMATION = re.compile(r"\\(?:(?:thick)?approx(?:eq)?|simeq)(?![a-zA-Z])")
 BASE = re.compile(r"(?<=\d)\s*_\s*(\w|\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})", re.ASCII)
@@ -58,18 +58,6 @@ UNIT_AS_LETTERS = re.compile(
     rf"(?:{BEFORE_UNIT})([a-zA-Z]+(?:[ /][a-zA-Z]+)*(?:\s*\^\s*\{{?\d\}}?)?){SPACES}$", re.ASCII
 )
 POWER_IN_WORDS = re.compile(r"(?<![a-z])(?:square|sq|(cubic|cu)) *([a-zA-Z]+)")
-
-
-class Rule(NamedTuple):
-    """A rule of the table in `docs/reference/grading.md`.
-
-    Attributes:
-      reason: Reason for the rule.
-      rejects: Function `(gold, answer) -> bool` that returns True if the answer is incorrect.
-    """
-
-    reason: str
-    rejects: Callable[[str, str], bool]
 
 
 def canonical_unit(text: str) -> str | None:
@@ -170,16 +158,17 @@ def _fraction(match: re.Match[str]) -> str:
     return f"{{{fraction}}}" if match.string[: match.start()].endswith(("^", "_")) else fraction
 
 
-VETOES = {
-    "ambiguous": Rule("math-verify adds adjacent numbers, and ignores hidden ones.", is_ambiguous),
-    "approximation": Rule(
-        "math-verify reads only one side of the sign.", lambda gold, answer: bool(APPROXIMATION.search(answer))
+VETOES: dict[str, tuple[str, Callable[[str, str], bool]]] = {
+    "ambiguous": ("math-verify adds adjacent numbers, and ignores hidden ones.", is_ambiguous),
+    "approximation": (
+        "math-verify reads only one side of the sign.",
+        lambda gold, answer: bool(APPROXIMATION.search(answer)),
     ),
-    "base": Rule("math-verify ignores or misreads the base of a number.", another_base),
-    "date or time": Rule("math-verify divides 12/25/2020 and 2:30.", another_date),
-    "unit": Rule("math-verify removes units without comparing them.", another_unit),
+    "base": ("math-verify ignores or misreads the base of a number.", another_base),
+    "date or time": ("math-verify divides 12/25/2020 and 2:30.", another_date),
+    "unit": ("math-verify removes units without comparing them.", another_unit),
 }
-"""Rules that reject an answer, by name."""
+"""Reason and function `(gold, answer) -> rejected` of each rule, by name, see `docs/reference/grading.md`."""
 
 
 def comparable(gold: str, answer: str) -> tuple[str, str] | None:
@@ -188,7 +177,7 @@ def comparable(gold: str, answer: str) -> tuple[str, str] | None:
     Returns:
       The gold answer and the answer, or None if a rule of `VETOES` rejects the answer.
     """
-    if any(rule.rejects(gold, answer) for rule in VETOES.values()):
+    if any(rejects(gold, answer) for _, rejects in VETOES.values()):
         return None
     number, other = _numbers(gold, answer)
     return _exact(number), _exact(other)

@@ -19,7 +19,7 @@ from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[re
 
 
 def open_grader(name: str, options: str) -> Callable[[str, str], float]:
-    """Returns a function `(entry, answer) -> score in [0, 1]`. The package raises exceptions for some wrong answers."""
+    """Returns a function `(entry, answer) -> score in [0, 1]`, which raises exceptions for some incorrect answers."""
     score = create_dataset(name, **json.loads(options)).score_answer
     return lambda entry, answer: min(1.0, max(0.0, float(score(answer, pickle.loads(base64.b64decode(entry))))))
 

@@ -39,7 +39,7 @@ class ReasoningGymTask:
       seed: Seed of the problems.
       num_train: Number of training problems, before duplicates are removed.
       num_held_out: Number of held-out problems, before duplicates are removed.
-      threshold: Minimum score of a correct response. The scorers return up to 0.5 for wrong answers.
+      threshold: Minimum score of a correct response. The scorers return up to 0.5 for incorrect answers.
       raw_score: Whether the reward is the score. By default, it is 1 for a correct response and otherwise 0.
       template: Prompt text that contains `{problem}` once, see `MathTask`. If empty, the prompt is the chat message
         `MESSAGE`.

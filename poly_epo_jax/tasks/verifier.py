@@ -1,7 +1,7 @@
 """Grades answers in worker processes with time and memory limits.
 
 An answer that takes too long, needs too much memory or ends its process therefore cannot stall or crash the run. The
-processes are no sandbox: a grader that evaluates an answer as code runs it with the rights of the user.
+processes are not a sandbox: a grader that evaluates an answer as code runs it with the rights of the user.
 """
 
 import collections
@@ -126,7 +126,7 @@ class Verifier:
         if isinstance(reply, float):
             return reply
         with self._lock:
-            self._counts[Outcome(reply)] += 1
+            self._counts[reply] += 1
         return 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -147,7 +147,7 @@ class Verifier:
         if outcome is None:
             with self._free_worker() as worker:
                 for request in (pair[:1], pair[1:], pair):
-                    outcome = self._known.get(request) or Outcome(worker.ask(request, self._deadline_seconds))
+                    outcome = self._known.get(request) or worker.ask(request, self._deadline_seconds)
                     self._remember(request, outcome)
                     if outcome is not Outcome.RIGHT:
                         break
@@ -205,20 +205,21 @@ class _Worker:
         self._ready = False
 
     def ask(self, texts: tuple[str, ...], seconds: float) -> Any:
-        """Returns the reply of the grader, or the value of an outcome."""
+        """Returns the score or the outcome that the grader returned, or the outcome of a failure."""
         request = json.dumps(texts).encode() + b"\n"
         # Two attempts, because the worker may have terminated for a reason unrelated to this answer.
         for _ in range(2):
             reply = self._reply(request, seconds)
-            with contextlib.suppress(ValueError):  # a grader that executes an answer may have written anything
-                if reply:
-                    return json.loads(reply)
+            if reply:
+                with contextlib.suppress(ValueError):  # a grader that executes an answer may have written anything
+                    content = json.loads(reply)
+                    return content if isinstance(content, float) else Outcome(content)
             self.stop()
             overran = reply is None or self._process.returncode == -signal.SIGPROF
             self._start()
             if overran:
-                return Outcome.TIMED_OUT.value
-        return Outcome.CRASHED.value
+                return Outcome.TIMED_OUT
+        return Outcome.CRASHED
 
     def _reply(self, request: bytes, seconds: float) -> bytes | None:
         """Returns the reply, None after a timeout, or an empty reply if the process has terminated."""

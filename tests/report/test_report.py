@@ -113,6 +113,13 @@ def page(two_runs: list[Path]) -> str:
     return (two_runs[0].parent / "report" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+def test_the_home_folder_is_expanded(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert report_main.main([str(two_runs[0]), "--output=~/mine"]) == 0
+    assert (tmp_path / "mine" / "report.html").exists()
+
+
 class Page(html.parser.HTMLParser):
     """Parses tags and text of a page, and verifies that tags are balanced."""
 

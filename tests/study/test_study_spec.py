@@ -78,10 +78,12 @@ def test_unknown_arguments_are_reported_with_a_suggestion(
     assert ended.value.code == 2 and sentence in capsys.readouterr().err
 
 
-def test_default_folder_has_the_name_of_the_study_file(tmp_path: Path):
+def test_default_folder_has_the_name_of_the_study_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
     body = "def get_study():\n    return Study({'a': StudyTask('a.py')}"
     assert read_study(write(tmp_path / "mine.py", f"{body})")).folder == "runs/study-mine"
     assert read_study(write(tmp_path / "mine.py", f"{body}, folder='/data')")).folder == "/data"
+    assert read_study(write(tmp_path / "mine.py", f"{body}, folder='~/data')")).folder == "/home/me/data"
 
 
 @pytest.mark.parametrize(

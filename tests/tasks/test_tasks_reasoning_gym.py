@@ -47,7 +47,7 @@ def tagged(answer: str):
 
 
 def package_score(name: str, entry: dict, answer: str) -> float:
-    """Returns the score of the package in this process. Its scorers raise exceptions for some wrong answers."""
+    """Returns the score of the package in this process. Its scorers raise exceptions for some incorrect answers."""
     from reasoning_gym.factory import get_score_answer_fn  # pyright: ignore[reportMissingImports]
 
     try:
@@ -74,7 +74,7 @@ def test_rewards_are_the_scores_of_the_package(name: str):
             seen.add(score)
         assert task.reward(problem, response(problem.answer)) == 0, "an answer without tags"
     assert {0.0, 1.0} <= seen
-    assert len(seen) > 2 or name not in ("countdown", "prime_factorization"), "scores of wrong answers"
+    assert len(seen) > 2 or name not in ("countdown", "prime_factorization"), "scores of incorrect answers"
     assert task.metrics() == {"grader/timeouts": 0, "grader/crashes": 0}
     if name == "countdown":
         assert task.reward(task.train_problems[0], tagged("9**9**9**9")) == 0

@@ -15,7 +15,7 @@ import pytest
 from hostile_answers import HOSTILE
 
 from poly_epo_jax.tasks import verifier as module
-from poly_epo_jax.tasks.verifier import START_SECONDS, Outcome, Verifier
+from poly_epo_jax.tasks.verifier import START_SECONDS, Grader, Outcome, Verifier
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and /proc require Linux")
 
@@ -259,3 +259,15 @@ def _runs(process: Path) -> bool:
         return process.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize("reply", ["'unknown'", "[]", "None"])
+def test_an_invalid_reply_is_a_crash(tmp_path: Path, reply: str):
+    script = tmp_path / "grader.py"
+    script.write_text(f"def open_grader():\n    return lambda answer: {reply}\n")
+    verifier = Verifier(1, 2.0, 4.0, Grader("nothing", (str(script),)))
+    try:
+        assert verifier.score("an answer") == 0.0
+        assert verifier.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 1.0}
+    finally:
+        verifier.close()
