@@ -55,7 +55,7 @@ install() { # ENV REQUIREMENTS AND OPTIONS
     output=$("$uv" pip install --python "$env/bin/python" ${PYTHONDONTWRITEBYTECODE:+--compile-bytecode} "$@" 2>&1) &&
       return
     # The fetched uv does not read all settings of pip, such as its certificates.
-    if [ "$uv" = "$env/bin/uv" ]; then uv=; fi
+    if [ "$uv" -ef "$env/bin/uv" ]; then uv=; fi
   fi
   if [ -z "$uv" ]; then output=$("${pip[@]}" "$@" 2>&1) && return; fi
   fail_if_disk_full "$output"

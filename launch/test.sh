@@ -18,12 +18,7 @@ optional() { # NAME COMMAND...
   echo "Warning: $name is not available; its tests are skipped." >&2
 }
 
-reasoning_gym() { # A machine without a C compiler cannot install it.
-  python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("reasoning_gym") is None)' ||
-    (install .venv --constraint launch/lock.txt reasoning-gym)
-}
-
-optional REASONING_GYM reasoning_gym
+optional REASONING_GYM bash launch/reasoning_gym.sh
 optional TORCH bash launch/torch.sh
 optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .

@@ -263,10 +263,13 @@ def test_a_missing_uv_is_fetched_with_pip(checkout: Checkout):
     index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout.folder), "PIP_CONFIG_FILE": os.devnull}
     checkout.works("", **index)
     assert checkout.installed() == ["--constraint launch/lock.txt --editable ."]
-    # If the fetched uv fails, pip installs, here without a package index.
+    # If the fetched uv fails, pip installs, here without a package index. An activated .venv contains the fetched uv.
     (checkout.folder / "launch" / "lock.txt").write_text("jax==0.12\n")
-    assert "installing into .venv failed" in checkout.fails("", NO_CERTIFICATE, **index)
-    assert "setuptools" in (checkout.folder / ".venv" / "install.log").read_text()
+    for path in (str(checkout.path), f"{checkout.folder}/.venv/bin:{checkout.path}"):
+        assert "installing into .venv failed" in checkout.fails("", NO_CERTIFICATE, PATH=path, **index)
+        assert "setuptools" in (checkout.folder / ".venv" / "install.log").read_text()
+        checkout.works("", **index)
+        (checkout.folder / "launch" / "lock.txt").write_text("jax==0.13\n")
 
 
 def test_a_killed_installation_is_repeated(checkout: Checkout):

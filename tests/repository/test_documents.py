@@ -76,6 +76,7 @@ RULES = (
     Rule("bash launch/tpu.sh run", elsewhere="tests/launch/test_launch.py, with a stand-in for gcloud"),
     Rule("JUDGE_URL=http://HOST:30010 bash launch/", elsewhere="tests/launch/, with stand-ins for servers and gcloud"),
     Rule("bash launch/torch.sh", elsewhere="launch/test.sh; downloads torch"),
+    Rule("bash launch/reasoning_gym.sh", elsewhere="launch/test.sh; downloads reasoning-gym"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh, for cpu; downloads SGLang"),
