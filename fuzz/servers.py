@@ -12,6 +12,8 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -28,7 +30,9 @@ from poly_epo_jax.rollouts import sglang as requests
 from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.system.http_client import ServerError
@@ -41,6 +45,13 @@ PATIENCE = 30.0  # seconds; requests are retried up to eight times
 MAX_MEMORY = 10**8  # bytes
 PERMANENTLY = 10**9
 PARAMS = tiny_params()
+REFERENCE: Any = SimpleNamespace(
+    describe=lambda params: PushedWeights({}, np.zeros((1, 1), np.uint8)),
+    logprobs=lambda params, prompt_ids, token_ids: np.array(drawn(0)[1]),
+    middle_layers=(),
+    dtype="float32",
+)
+"""The expected values of the lying server, which answers the probe with the tokens of seed 0."""
 
 Try = Callable[[LyingServer, bool], Awaitable[str]]
 """Function `(server, permanent) -> fault` that uses a server. The fault is empty if the client behaved correctly."""
@@ -77,8 +88,11 @@ def _targets(folder: Path) -> Iterator[tuple[str, str, list[Lie], Try]]:
     yield "judge", "/v1/models", [*lies_about(("data",), ("data", 0), ("data", 0, "id")), *quick], _judge
     yield "weights", "POST /update_weights_from_disk", [*lies_about(("success",)), *http], push
     yield "weights", "POST /pause_generation", [*lies_about(), *quick], push
-    checked = [("meta_info",), ("meta_info", "weight_version"), ("meta_info", "cached_tokens")]
-    yield "weights", "POST /generate", [*lies_about(*checked), *quick], push
+    yield "weights", "POST /generate", [*lies_about(("meta_info",), ("meta_info", "weight_version")), *quick], push
+    rank = ("ranks", 0)
+    checksums = [("ranks",), rank, (*rank, "checksums"), (*rank, "checksums", "norm")]
+    yield "weights", "POST /weights_checker", [*lies_about(*checksums), *quick], push
+    yield "weights", "GET /server_info", [*lies_about(), *quick], push
     worker = ("workers", 0)
     named = [("workers",), worker, (*worker, "url"), (*worker, "id"), (*worker, "model_id")]
     yield "router", "GET /workers", [*lies_about(*named), *quick], push
@@ -149,7 +163,8 @@ async def _judge(server: LyingServer, permanent: bool) -> str:
 
 
 async def _push(server: LyingServer, permanent: bool, folder: Path) -> str:
-    weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), SGLANG, 8, SECONDS, 1.0)
+    check = ContentCheck(SGLANG, REFERENCE, 8, VOCABULARY, STOP_IDS)
+    weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), SGLANG, check, SECONDS, 1.0)
     sampler = ServerSampler([server.url], weights, STOP_IDS, **LIMITS)
     try:
         await sampler.push_weights(PARAMS, 1)

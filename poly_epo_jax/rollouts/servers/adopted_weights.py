@@ -7,7 +7,7 @@ import httpx
 
 from poly_epo_jax.rollouts.servers.dialect import Dialect, ModelInfo
 from poly_epo_jax.system.http_client import ServerError, describe_error
-from poly_epo_jax.types import Params
+from poly_epo_jax.types import Metrics, Params
 
 
 class AdoptedWeights:
@@ -74,6 +74,10 @@ class AdoptedWeights:
 
     async def sleep(self, urls: Sequence[str]) -> None:
         """Does nothing, because the servers stay awake."""
+
+    def metrics(self) -> Metrics:
+        """Returns no counters, because no weights are pushed."""
+        return {}
 
     def close(self) -> None:
         """Does nothing, because no weights are stored."""

@@ -117,7 +117,7 @@ class ServerSampler:
             await batch
 
     async def push_weights(self, params: Params, version: int) -> None:
-        """Pushes weights to all servers that respond, and verifies that they use these weights and an empty cache.
+        """Pushes weights to all servers that respond, and verifies that they generate with these weights.
 
         Generations in progress finish with the weights that they started with, even if their server restarts: the new
         weights are prepared alongside the old ones, and pushed once all of these generations are complete.
@@ -127,8 +127,8 @@ class ServerSampler:
           version: Number of training steps that produced the weights.
 
         Raises:
-          ServerError: If a server does not respond, does not accept the weights, or generates with other weights
-            afterwards.
+          ServerError: If a server does not respond or does not accept the weights, or if all servers fail the
+            verification.
           OSError: If the weights cannot be written.
         """
         await self._weights.update(self.urls, params, version, self._idle)
@@ -138,11 +138,11 @@ class ServerSampler:
         await self._weights.sleep(self.urls)
 
     def metrics(self) -> Metrics:
-        """Returns the numbers of server failures, resampled and invalid generations since the last call."""
+        """Returns the counters of generations and of weight updates since the last call."""
         counts, self._counts = self._counts, Counter[str]()
         return {
             f"rollouts/{name}": float(counts[name]) for name in ("server_failures", "resampled", "invalid_responses")
-        }
+        } | self._weights.metrics()
 
     def close(self) -> None:
         """Frees the weights."""

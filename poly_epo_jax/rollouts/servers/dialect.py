@@ -5,7 +5,7 @@ next to this package, and register a sampler in `rollouts.SAMPLERS`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -99,7 +99,7 @@ class Dialect(Protocol):
 
     If the server does not respond or its response is invalid, `wait_for`, `probe` and `workers` raise `ServerError`,
     and the other methods raise `httpx.HTTPError`. If the server responds to a request of `pause`, `load_folder`,
-    `resume`, `probe_weights` or `sleep` with an error, these methods raise `ServerError`.
+    `resume`, `rename_weights` or `sleep` with an error, these methods raise `ServerError`.
     """
 
     async def wait_for(self, url: str, seconds: float) -> None:
@@ -184,17 +184,24 @@ class Dialect(Protocol):
         """Resumes a paused server."""
         ...
 
-    async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
-        """Generates one token after a fixed prompt.
+    async def checksums(
+        self, client: httpx.AsyncClient, url: str, skipped_layers: Sequence[int]
+    ) -> Sequence[Mapping[str, str]] | None:
+        """Computes checksums of the weights.
 
         Args:
           client: Client for the HTTP request.
           url: URL of the server.
-          num_tokens: Number of prompt tokens.
+          skipped_layers: Layers whose checksums are not used.
 
         Returns:
-          Name of the weights that generated the token, and number of prompt tokens that were read from a cache.
+          Checksums keyed by tensor name, for each rank of a tensor-parallel server. Empty if the server has none. None
+          if it quantizes the weights that it loads.
         """
+        ...
+
+    async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:
+        """Sets the weight version that the server reports."""
         ...
 
     async def sleep(self, client: httpx.AsyncClient, url: str) -> None:

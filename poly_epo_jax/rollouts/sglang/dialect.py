@@ -111,11 +111,22 @@ class SGLang:
         """Resumes a paused server."""
         await post(client, url, "continue_generation", {})
 
-    async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
-        """Generates one token after `num_tokens` tokens with id 0, see `Dialect.probe_weights`."""
-        body = {"input_ids": [0] * num_tokens, "sampling_params": {"max_new_tokens": 1}}
-        answer = await post(client, url, "generate", body)
-        return field(answer, "meta_info.weight_version", str), field(answer, "meta_info.cached_tokens", int)
+    async def checksums(
+        self, client: httpx.AsyncClient, url: str, skipped_layers: Sequence[int]
+    ) -> list[dict[str, str]] | None:
+        """Returns the checksums of `/weights_checker`, see `Dialect.checksums`."""
+        if field(read_json(await client.get(f"{url}/server_info")), "", dict).get("quantization"):
+            return None
+        body = {"action": "checksum", "skip_tensor_list": [f".layers.{layer}." for layer in skipped_layers]}
+        response = await client.post(f"{url}/weights_checker", json=body)
+        if 400 <= response.status_code < 500:
+            return []
+        ranks = [field(rank, "checksums", dict) for rank in field(read_json(response), "ranks", list)]
+        return [{name: field({"checksum": one}, "checksum", str) for name, one in rank.items()} for rank in ranks]
+
+    async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:
+        """Sets the weight version with `/update_weight_version`."""
+        await post(client, url, "update_weight_version", {"new_version": version})
 
     async def sleep(self, client: httpx.AsyncClient, url: str) -> None:
         """Frees the memory of a server that was started with --enable-memory-saver, see `Dialect.sleep`."""
@@ -177,7 +188,7 @@ def _body(request: Request, indices: Sequence[int], sampling: Sampling, stop_ids
         "input_ids": [prompt_ids] * len(indices) if is_list else prompt_ids,
         "sampling_params": each if is_list else each[0],
         "return_logprob": True,
-    }
+    } | ({"cache_salt": request.cache_salt} if request.cache_salt else {})
 
 
 async def _check_memory_saver(client: httpx.AsyncClient, url: str) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from fake_servers import UNCHECKED
 from fakes import TINY, ByLetter, collect, tiny_params
 
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -70,8 +72,11 @@ class Other:
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
         self.is_paused = False
 
-    async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
-        return self.version, 0
+    async def checksums(self, client: httpx.AsyncClient, url: str, skipped_layers: Sequence[int]) -> list[Any]:
+        raise NotImplementedError
+
+    async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:
+        raise NotImplementedError
 
     async def sleep(self, client: httpx.AsyncClient, url: str) -> None:
         self.is_asleep = True
@@ -81,7 +86,7 @@ def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
     server = Other()
     sync = DiskSync(tmp_path, "a run", TINY, "float32")
     assert isinstance(server, Dialect) and isinstance(sync, WeightSync)
-    weights = ServedWeights(sync, server, 8, 10.0, 10.0, sleeps=True)
+    weights = ServedWeights(sync, server, UNCHECKED, 10.0, 10.0, sleeps=True)
     sampler = ServerSampler([URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=10.0)
     rollouts = Rollouts(sampler, build_character_tokenizer("abc"), ByLetter(), max_prompt_tokens=8)
     for version in (1, 2):
