@@ -46,7 +46,7 @@ PROMPT_TOKENS, GENERATED_TOKENS = 272, 4
 """Number of tokens of the probe. The prompt is longer than two cache blocks of 128 tokens, which vLLM uses on CPUs."""
 MAX_PROBE_ID = 8192
 """Maximum token id in the probe's prompt. Low ids are common tokens in byte-pair vocabularies."""
-MAX_DIFFERENCE = {"float32": 0.05, "float16": 0.1, "bfloat16": 0.3}
+MAX_DIFFERENCE = {"float32": 0.05, "float16": 0.2, "bfloat16": 0.5}
 """Maximum mean difference between the log-probabilities of server and trainer, in nats, by dtype of the matmuls."""
 PROOFS = ("bytes_proofs", "change_proofs", "trainer_proofs")
 
