@@ -12,8 +12,6 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -32,12 +30,12 @@ from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights
+from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights, WeightReference
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
-from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
+from poly_epo_jax.types import Clustering, Group, JudgeFailure, Params, Problem, Request, Sampling
 
 SECONDS = 0.5  # response timeout
 LIMITS = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS}
@@ -45,16 +43,24 @@ PATIENCE = 30.0  # seconds; requests are retried up to eight times
 MAX_MEMORY = 10**8  # bytes
 PERMANENTLY = 10**9
 PARAMS = tiny_params()
-REFERENCE: Any = SimpleNamespace(
-    describe=lambda params: PushedWeights({}, np.zeros((1, 1), np.uint8)),
-    logprobs=lambda params, prompt_ids, token_ids: np.array(drawn(0)[1]),
-    middle_layers=(),
-    dtype="float32",
-)
-"""The expected values of the lying server, which answers the probe with the tokens of seed 0."""
 
 Try = Callable[[LyingServer, bool], Awaitable[str]]
 """Function `(server, permanent) -> fault` that uses a server. The fault is empty if the client behaved correctly."""
+
+
+class Reference(WeightReference):
+    """The expected values of the lying server, which answers the probe with the tokens of seed 0."""
+
+    dtype, middle_layers = "float32", range(0)
+
+    def __init__(self) -> None:
+        pass
+
+    def describe(self, params: Params) -> PushedWeights:
+        return PushedWeights({}, np.zeros((1, 1), np.uint8))
+
+    def logprobs(self, params: Params, prompt_ids: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        return np.array(drawn(0)[1], np.float32)
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
@@ -163,7 +169,7 @@ async def _judge(server: LyingServer, permanent: bool) -> str:
 
 
 async def _push(server: LyingServer, permanent: bool, folder: Path) -> str:
-    check = ContentCheck(SGLANG, REFERENCE, 8, VOCABULARY, STOP_IDS)
+    check = ContentCheck(SGLANG, Reference(), 8, VOCABULARY, STOP_IDS)
     weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), SGLANG, check, SECONDS, 1.0)
     sampler = ServerSampler([server.url], weights, STOP_IDS, **LIMITS)
     try:

@@ -13,6 +13,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -22,8 +23,11 @@ from poly_epo_jax.types import Metrics, Params
 Handler = Callable[[httpx.Request], Any]
 
 
-class NoContentCheck:
-    """Replaces `ContentCheck` for servers without weights. test_content_check.py tests the verification."""
+class NoContentCheck(ContentCheck):
+    """Accepts all weight updates, for servers without weights. test_content_check.py tests the verification."""
+
+    def __init__(self) -> None:
+        pass
 
     def prepare(self, params: Params) -> None:
         pass
@@ -44,7 +48,7 @@ class NoContentCheck:
         return True
 
 
-UNCHECKED: Any = NoContentCheck()
+UNCHECKED = NoContentCheck()
 
 
 def open_rollouts(

@@ -56,6 +56,7 @@ class Run:
         """Generates a batch, and returns the number of prompts that each server has answered."""
         self.servers.prompts = dict.fromkeys(URLS, 0)
         collect(self.rollouts, tiny_problems(8, 8), 2, Sampling(4))
+        self.rollouts.metrics()
         return self.servers.prompts
 
 
