@@ -10,8 +10,8 @@ Up to three checks are active for a server (`evidence.py`):
    rounding error of bfloat16, so this check only detects gross faults.
 
 The probe is a prompt followed by generated tokens, because servers compute log-probabilities of prompt tokens without
-the prefix cache. It is requested twice: once like every other prompt, and once with a new cache salt, which excludes
-cached blocks. The most likely tokens are generated, so that the answer does not depend on a seed.
+the prefix cache. It is requested twice: first for one token like every other prompt, and then with a new cache salt,
+which excludes cached blocks. The most likely tokens are generated, so that the answer does not depend on a seed.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ from poly_epo_jax.rollouts.servers.evidence import (
     change_flaw,
     describe_checks,
     exact_tensors,
+    first_token,
     is_same,
     trainer_flaw,
     valid_checksums,
@@ -42,8 +43,8 @@ from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights, Weight
 from poly_epo_jax.system.http_client import InvalidResponseError
 from poly_epo_jax.types import Metrics, Params, Request, Sampling
 
-PROMPT_TOKENS, GENERATED_TOKENS = 272, 4
-"""Number of tokens of the probe. The prompt is longer than two cache blocks of 128 tokens, which vLLM uses on CPUs."""
+GENERATED_TOKENS = 4
+"""Number of tokens that the probe generates. Its prompt is this much longer than two blocks of the prefix cache."""
 MAX_PROBE_ID = 8192
 """Maximum token id in the probe's prompt. Low ids are common tokens in byte-pair vocabularies."""
 MAX_DIFFERENCE = {"float32": 0.05, "float16": 0.2, "bfloat16": 0.5}
@@ -72,7 +73,7 @@ class ContentCheck:
     ):
         self._dialect, self._reference = dialect, reference
         self._stop_ids, self._vocab_size = stop_ids, vocab_size
-        self._probe = make_probe(max_sequence_tokens, vocab_size, stop_ids)
+        self._probe = make_probe(dialect.max_cache_block, max_sequence_tokens, vocab_size, stop_ids)
         self._prepared: tuple[PushedWeights, Params] | None = None
         self._pushed: PushedWeights | None = None
         self._params: Params | None = None
@@ -150,8 +151,9 @@ class ContentCheck:
     async def _collect(self, client: httpx.AsyncClient, url: str, name: str) -> Evidence | str:
         """Returns the evidence of a server, or the reason why it cannot be verified."""
         try:
-            cached, answer = [await self._ask(client, url, salt) for salt in ("", self._new_salt(name))]
-            is_repeatable = is_same(cached, answer)
+            cached = await self._ask(client, url, max_tokens=1)
+            answer = await self._ask(client, url, self._new_salt(name))
+            is_repeatable = is_same(cached, first_token(answer))
             if not is_repeatable and is_same(answer, await self._ask(client, url, self._new_salt(name))):
                 return "its prefix cache contains keys and values of other weights; restart it"
             checksums = await self._dialect.checksums(client, url, self._reference.middle_layers)
@@ -163,15 +165,18 @@ class ContentCheck:
             )
         return Evidence(answer, is_repeatable, valid_checksums(checksums or []), is_quantized=checksums is None)
 
-    async def _ask(self, client: httpx.AsyncClient, url: str, cache_salt: str) -> ServerCompletion:
-        probe = dataclasses.replace(self._probe, cache_salt=cache_salt)
+    async def _ask(
+        self, client: httpx.AsyncClient, url: str, cache_salt: str = "", max_tokens: int = GENERATED_TOKENS
+    ) -> ServerCompletion:
+        max_tokens = min(max_tokens, self._probe.max_tokens)
+        probe = dataclasses.replace(self._probe, cache_salt=cache_salt, max_tokens=max_tokens)
         sampling = Sampling(probe.max_tokens, temperature=0.0)
         (answer,) = await self._dialect.generate(client, url, probe, [0], sampling, self._stop_ids)
         if isinstance(answer, InvalidResponseError):
             raise answer
         if answer.finish_reason is None:
             raise InvalidResponseError("the generation was aborted")
-        limits = {"max_tokens": self._probe.max_tokens, "stop_ids": self._stop_ids, "vocab_size": self._vocab_size}
+        limits = {"max_tokens": max_tokens, "stop_ids": self._stop_ids, "vocab_size": self._vocab_size}
         flaw = completion_flaw(answer.token_ids, answer.logprobs, answer.finish_reason, **limits)
         if flaw := flaw or answer.weight_flaw():
             raise InvalidResponseError(flaw)
@@ -247,10 +252,11 @@ class ContentCheck:
             print(f"Weight updates of {', '.join(urls)} are verified by {text}.", file=sys.stderr)
 
 
-def make_probe(max_sequence_tokens: int, vocab_size: int, stop_ids: Sequence[int]) -> Request:
+def make_probe(cache_block: int, max_sequence_tokens: int, vocab_size: int, stop_ids: Sequence[int]) -> Request:
     """Creates the request that verifies a weight update.
 
     Args:
+      cache_block: Number of tokens of a block of the prefix cache.
       max_sequence_tokens: Maximum number of tokens of the prompt with its response, at least 2.
       vocab_size: Size of the vocabulary.
       stop_ids: Token ids that end a generation, which the prompt does not contain.
@@ -260,7 +266,8 @@ def make_probe(max_sequence_tokens: int, vocab_size: int, stop_ids: Sequence[int
     """
     num_generated = min(GENERATED_TOKENS, max_sequence_tokens - 1)
     choices = np.setdiff1d(np.arange(1, min(vocab_size, MAX_PROBE_ID)), stop_ids)
-    prompt_ids = np.random.default_rng(0).choice(choices, min(PROMPT_TOKENS, max_sequence_tokens - num_generated))
+    length = min(2 * cache_block + GENERATED_TOKENS, max_sequence_tokens - num_generated)
+    prompt_ids = np.random.default_rng(0).choice(choices, length)
     return Request("weight verification", prompt_ids.astype(np.int32), np.zeros(1, np.uint32), num_generated)
 
 

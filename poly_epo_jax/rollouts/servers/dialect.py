@@ -102,6 +102,11 @@ class Dialect(Protocol):
     `resume`, `rename_weights` or `sleep` with an error, these methods raise `ServerError`.
     """
 
+    @property
+    def max_cache_block(self) -> int:
+        """Maximum number of tokens of a block of the prefix cache. Other prompts only share whole blocks."""
+        ...
+
     async def wait_for(self, url: str, seconds: float) -> None:
         """Waits until the server or router at `url` responds. A router responds once it has a worker.
 

@@ -58,6 +58,11 @@ def is_same(one: ServerCompletion, other: ServerCompletion) -> bool:
     return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
 
 
+def first_token(answer: ServerCompletion) -> ServerCompletion:
+    """Returns the first token of an answer."""
+    return answer._replace(token_ids=answer.token_ids[:1], logprobs=answer.logprobs[:1])
+
+
 def valid_checksums(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Joins the checksums of all ranks of a server, keyed by tensor name.
 

@@ -26,7 +26,7 @@ VOCAB_MULTIPLE = 64
 """vLLM and SGLang pad embedding and head with rows of zeros to a multiple of this number of rows."""
 SAMPLED_ENTRIES = 4096
 """Maximum number of entries per tensor that are compared between two pushes."""
-ROW_STEP = 128
+ROW_STEP = 64
 """The length of the probe's row is a multiple of this number of tokens, which all attention kernels support."""
 
 

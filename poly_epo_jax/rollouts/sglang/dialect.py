@@ -29,6 +29,8 @@ ASLEEP, EMPTY = "asleep", "empty"
 class SGLang:
     """Implements `Dialect` for SGLang."""
 
+    max_cache_block = 64
+
     async def wait_for(self, url: str, seconds: float) -> None:
         """Waits until `/v1/models` responds, see `Dialect.wait_for`."""
         # /health is not used, because it generates a token, which a paused server never does.

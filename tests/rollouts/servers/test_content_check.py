@@ -196,9 +196,9 @@ def test_checksums_of_zero_bytes_prove_nothing():
     assert valid_checksums([{"head": EMPTY_SHA256[:16]}]) == {}
 
 
-@pytest.mark.parametrize(("max_sequence_tokens", "lengths"), [(2, (1, 1)), (48, (44, 4)), (5000, (272, 4))])
+@pytest.mark.parametrize(("max_sequence_tokens", "lengths"), [(2, (1, 1)), (48, (44, 4)), (5000, (260, 4))])
 def test_the_probe_fits_in_the_sequences_of_the_run(max_sequence_tokens: int, lengths: tuple[int, int]):
     """It begins with another token than the prompts of health checks, which consist of zeros."""
-    probe = make_probe(max_sequence_tokens, 32, stop_ids=(1, 14))
+    probe = make_probe(128, max_sequence_tokens, 32, stop_ids=(1, 14))
     assert (len(probe.prompt_ids), probe.max_tokens) == lengths
     assert not np.isin(probe.prompt_ids, [0, 1, 14]).any()

@@ -27,6 +27,8 @@ PROBLEMS = [Problem(name, name, "") for name in "abc"]
 class Other:
     """A dialect without HTTP. Its first generation is aborted."""
 
+    max_cache_block = 1
+
     def __init__(self):
         self.version, self.is_paused, self.is_asleep, self.num_answers = "initial", False, False, 0
 
