@@ -27,12 +27,15 @@ from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.rollouts import sglang as requests
 from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights, WeightReference
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
-from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
+from poly_epo_jax.types import Clustering, Group, JudgeFailure, Params, Problem, Request, Sampling
 
 SECONDS = 0.5  # response timeout
 LIMITS = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS}
@@ -43,6 +46,21 @@ PARAMS = tiny_params()
 
 Try = Callable[[LyingServer, bool], Awaitable[str]]
 """Function `(server, permanent) -> fault` that uses a server. The fault is empty if the client behaved correctly."""
+
+
+class Reference(WeightReference):
+    """The expected values of the lying server, which answers the probe with the tokens of seed 0."""
+
+    dtype, middle_layers = "float32", range(0)
+
+    def __init__(self) -> None:
+        pass
+
+    def describe(self, params: Params) -> PushedWeights:
+        return PushedWeights({}, np.zeros((1, 1), np.uint8))
+
+    def logprobs(self, params: Params, prompt_ids: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        return np.array(drawn(0)[1], np.float32)
 
 
 def attack(random: random.Random, folder: Path) -> Iterator[Outcome]:
@@ -76,8 +94,11 @@ def _targets(folder: Path) -> Iterator[tuple[str, str, list[Lie], Try]]:
     yield "judge", "/v1/models", [*lies_about(("data",), ("data", 0), ("data", 0, "id")), *quick], _judge
     yield "weights", "POST /update_weights_from_disk", [*lies_about(("success",)), *http], push
     yield "weights", "POST /pause_generation", [*lies_about(), *quick], push
-    checked = [("meta_info",), ("meta_info", "weight_version"), ("meta_info", "cached_tokens")]
-    yield "weights", "POST /generate", [*lies_about(*checked), *quick], push
+    yield "weights", "POST /generate", [*lies_about(("meta_info",), ("meta_info", "weight_version")), *quick], push
+    rank = ("ranks", 0)
+    checksums = [("ranks",), rank, (*rank, "checksums"), (*rank, "checksums", "norm")]
+    yield "weights", "POST /weights_checker", [*lies_about(*checksums), *quick], push
+    yield "weights", "GET /server_info", [*lies_about(), *quick], push
     worker = ("workers", 0)
     named = [("workers",), worker, (*worker, "url"), (*worker, "id"), (*worker, "model_id")]
     yield "router", "GET /workers", [*lies_about(*named), *quick], push
@@ -105,7 +126,7 @@ async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
 
 
 async def _sample(server: LyingServer, permanent: bool) -> str:
-    sampler = SGLangSampler([server.url], AdoptedWeights(1.0), STOP_IDS, **LIMITS)
+    sampler = ServerSampler([server.url], AdoptedWeights(SGLANG, 1.0), STOP_IDS, **LIMITS)
     seeds = np.arange(3, 3 + np.random.default_rng().integers(1, 3), dtype=np.uint32)
     request = Request("p", np.array([3, 4, 5]), seeds, MAX_TOKENS)
     try:
@@ -148,8 +169,9 @@ async def _judge(server: LyingServer, permanent: bool) -> str:
 
 
 async def _push(server: LyingServer, permanent: bool, folder: Path) -> str:
-    weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), 8, SECONDS, 1.0)
-    sampler = SGLangSampler([server.url], weights, STOP_IDS, **LIMITS)
+    check = ContentCheck(SGLANG, Reference(), 8, VOCABULARY, STOP_IDS)
+    weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), SGLANG, check, SECONDS, 1.0)
+    sampler = ServerSampler([server.url], weights, STOP_IDS, **LIMITS)
     try:
         await sampler.push_weights(PARAMS, 1)
     except ServerError as error:

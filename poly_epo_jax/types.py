@@ -167,12 +167,14 @@ class Request:
       prompt_ids: Token ids of the prompt.
       seeds: One seed per completion.
       max_tokens: Maximum number of tokens of a completion.
+      cache_salt: Servers share cached keys and values only between requests with the same value.
     """
 
     problem_id: str
     prompt_ids: Int[np.ndarray, " L"]
     seeds: UInt32[np.ndarray, " N"]
     max_tokens: int
+    cache_salt: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -236,6 +236,23 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Number of generations that were resampled because a response was invalid.",
             "Above 0: read the logs of the servers.",
         ),
+        "rollouts/bytes_proofs": LoggedMetric(
+            "Updates proven by checksums",
+            "Number of weight updates of servers that are proven by checksums of their tensors.",
+        ),
+        "rollouts/change_proofs": LoggedMetric(
+            "Updates proven by changes",
+            "Number of weight updates of servers that are proven by a change of their log-probabilities of a probe.",
+        ),
+        "rollouts/trainer_proofs": LoggedMetric(
+            "Updates that agree with the trainer",
+            "Number of weight updates of servers whose log-probabilities of a probe agree with the trainer's.",
+        ),
+        "rollouts/rejected_updates": LoggedMetric(
+            "Rejected weight updates",
+            "Number of weight updates of servers that failed the verification by content.",
+            "Above 0: the error messages name the servers. They are not given prompts until an update succeeds.",
+        ),
         "checkpoints/corrupted": LoggedMetric(
             "Corrupted checkpoints",
             "Number of corrupted checkpoints that were skipped when the run was resumed.",

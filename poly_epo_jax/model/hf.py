@@ -187,20 +187,28 @@ def save_pretrained(
             (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def exported_tensors(params: Params, config: ModelConfig, dtype: str) -> Iterator[tuple[str, jax.Array]]:
-    """Yields all tensors in the Hugging Face layout, unsharded on the first local device.
+def tensor_names(config: ModelConfig) -> list[str]:
+    """Returns the Hugging Face names of all tensors. Adapters are not among them."""
+    return list(_tensors(config))
+
+
+def exported_tensors(
+    params: Params, config: ModelConfig, dtype: str, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields tensors in the Hugging Face layout, unsharded on the first local device.
 
     Args:
       params: Weights of the model. An adapter is merged into the weights that it adapts.
       config: Model configuration.
       dtype: Type of the tensors.
+      names: Hugging Face names of the tensors, in order. If None, all tensors are yielded.
 
     Yields:
       The Hugging Face name and the array of each tensor.
     """
-    device = jax.local_devices()[0]
-    for name, tensor in _tensors(config).items():
-        yield name, jax.device_put(_export(config, params, tensor, dtype), device)
+    device, tensors = jax.local_devices()[0], _tensors(config)
+    for name in tensors if names is None else names:
+        yield name, jax.device_put(_export(config, params, tensors[name], dtype), device)
 
 
 @jax.jit

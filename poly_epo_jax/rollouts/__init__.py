@@ -6,16 +6,19 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.dialect import ModelInfo
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, TensorSync
-from poly_epo_jax.rollouts.sglang import SGLANG
+from poly_epo_jax.rollouts.servers.weight_reference import WeightReference
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
+from poly_epo_jax.rollouts.sglang.tensor_sync import TensorSync
 from poly_epo_jax.types import Registry, Sampler
 
 WEIGHT_SYNCS = ("disk", "tensor")
@@ -35,10 +38,10 @@ def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config
     return JetStreamSampler(model, mesh, stop_ids, size)
 
 
-def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> SGLangSampler:
+def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> ServerSampler:
     if sleep and config.train.staleness:
         raise ConfigError("rollouts.options.sleep=True does not support train.staleness=1; set train.staleness=0.")
-    section, longest = config.rollouts, config.train.max_prompt_tokens
+    section = config.rollouts
     if section.shared_servers and not hosts.is_first():
         sync = None
     elif section.weight_sync == "disk":
@@ -46,7 +49,9 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *
         sync = DiskSync(Path(section.weights_dir), run, model.config, section.weights_dtype)
     else:
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
-    weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds, sleeps=sleep)
+    reference = WeightReference(model, mesh, section.weights_dtype)
+    check = ContentCheck(SGLANG, reference, max_sequence_tokens(config), model.config.vocab_size, stop_ids)
+    weights = ServedWeights(sync, SGLANG, check, section.timeout_seconds, section.wait_seconds, sleeps=sleep)
     urls = [url.strip() for url in section.urls.split(",") if url.strip()]
     return _client(urls, weights, model, stop_ids, config)
 
@@ -57,8 +62,8 @@ def _client(
     model: Qwen3,
     stop_ids: Sequence[int],
     config: Config,
-) -> SGLangSampler:
-    return SGLangSampler(
+) -> ServerSampler:
+    return ServerSampler(
         urls,
         weights,
         stop_ids,
@@ -102,7 +107,7 @@ def open_server(
       config: Configuration. Only `rollouts.max_concurrent` and the timeouts of section `rollouts` are used.
       weight_version: Weight version that the server must report. If None, any version is accepted.
     """
-    weights = AdoptedWeights(config.rollouts.wait_seconds, weight_version=weight_version)
+    weights = AdoptedWeights(SGLANG, config.rollouts.wait_seconds, weight_version)
     return _client([url], weights, model, stop_ids, config)
 
 

@@ -69,8 +69,8 @@ def test_quoted_messages_exist(sentence: str):
 def test_invented_and_rearranged_messages_are_detected():
     assert is_quoted("mesh.device_kind=KIND, but the available devices are FOUND")
     assert not is_quoted("mesh.device_kind=KIND, but the available GPUs are FOUND")
-    assert is_quoted("URL did not flush its cache during an update to NAME; restart it.")
-    assert not is_quoted("URL during an update to NAME did not flush its cache; restart it.")
+    assert is_quoted("URL failed the verification of an update to NAME: REASON.")
+    assert not is_quoted("URL of an update to NAME failed the verification: REASON.")
 
 
 def test_every_entry_is_headed_by_a_message():

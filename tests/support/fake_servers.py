@@ -10,14 +10,45 @@ import pytest
 from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers import client as sglang, served_weights
+from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.system import http_client as servers
+from poly_epo_jax.types import Metrics, Params
 
 Handler = Callable[[httpx.Request], Any]
+
+
+class NoContentCheck(ContentCheck):
+    """Accepts all weight updates, for servers without weights. test_content_check.py tests the verification."""
+
+    def __init__(self) -> None:
+        pass
+
+    def prepare(self, params: Params) -> None:
+        pass
+
+    def switch(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def metrics(self) -> Metrics:
+        return {}
+
+    async def verify(self, client: httpx.AsyncClient, urls: Sequence[str], name: str) -> dict[str, str]:
+        return {}
+
+    async def has_weights(self, client: httpx.AsyncClient, url: str, name: str) -> bool:
+        return True
+
+
+UNCHECKED = NoContentCheck()
 
 
 def open_rollouts(
@@ -39,14 +70,14 @@ def open_rollouts(
       weight_version: Name of the weights that servers without a folder must have. If None, any weights.
     """
     monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(handle))
-    for module in (served_weights, sglang):
+    for module in (served_weights, client):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    weights = AdoptedWeights(wait_seconds, weight_version=weight_version)
+    weights = AdoptedWeights(SGLANG, wait_seconds, weight_version)
     if folder is not None:
         sync = DiskSync(folder, "a run", TINY, "float32")
-        weights = served_weights.ServedWeights(sync, 8, PATIENCE, wait_seconds)
+        weights = served_weights.ServedWeights(sync, SGLANG, UNCHECKED, PATIENCE, wait_seconds)
     limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": PATIENCE}
-    sampler = SGLangSampler(urls, weights, (1, 14), **limits)
+    sampler = ServerSampler(urls, weights, (1, 14), **limits)
     return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
 

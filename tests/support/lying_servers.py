@@ -103,14 +103,18 @@ class LyingServer:
                 return 405, {}
             case "GET", "/model_info":
                 return 200, {"model_path": "m", "tokenizer_path": "m", "weight_version": self.version}
+            case "GET", "/server_info":
+                return 200, {"quantization": None}
+            case "POST", "/weights_checker":
+                return 200, {"success": True, "ranks": [{"checksums": {"norm": "ab" * 8}}]}
             case "POST", "/update_weights_from_disk":
                 self.version = body["weight_version"]
-            case "POST", "/generate" if "return_logprob" in body:
+            case "POST", "/generate":
                 return 200, self._generate(body)
             case "POST", "/v1/chat/completions":
                 message = {"role": "assistant", "content": json.dumps(REPLY)}
                 return 200, {"choices": [{"finish_reason": "stop", "message": message}]}
-        return 200, {"success": True, "meta_info": {"weight_version": self.version, "cached_tokens": 0}}
+        return 200, {"success": True}
 
     def _generate(self, body: Any) -> Any:
         parameters, prompts = body["sampling_params"], body["input_ids"]

@@ -5,13 +5,14 @@ A weight update has these steps:
 1. The new weights are prepared (`WeightSync.prepare`), while servers still generate with the current ones.
 2. `idle` waits until no generation is in progress, so that all generations of a batch have the same weights.
 3. All servers that respond are paused, load the weights, and are resumed.
-4. Each server generates one token. It must report the new weight version and must not use its old cache.
+4. `ContentCheck` verifies the content of each server. Servers that fail are updated once more.
 
-Workers of routers that do not respond during an update, and servers that fail later, are updated in the same way by
-`ensure_current` before they are given prompts again.
+Workers of routers that do not respond during an update, servers that fail the verification twice, and servers that fail
+later are updated in the same way by `ensure_current` before they are given prompts.
 """
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import sys
@@ -21,16 +22,16 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint
 from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
-from poly_epo_jax.rollouts.sglang import SGLANG, release_memory, wake
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds, describe_error, open_client
-from poly_epo_jax.types import Params
+from poly_epo_jax.types import Metrics, Params
 
 MAX_ATTEMPTS = 8
 """Maximum number of attempts per weight update. Each attempt waits until the servers respond."""
-PROBE_TOKENS = 128
-"""Maximum number of prompt tokens of the request that verifies an update."""
+REJECTED = "rejected"
+"""Weight version of a server that has failed the verification, so that no process gives it prompts."""
 POLL_INTERVAL_SECONDS = 0.5  # Interval between checks for weights of another process, or for a worker of a router.
 
 
@@ -43,11 +44,11 @@ class ServedWeights:
       sync: Loads the weights. If None, another process pushes them to the same servers, and this process waits until
         the servers have them. In this case, all processes must have finished their generations before any of them calls
         `update`.
-      max_prompt_tokens: Maximum number of tokens of a prompt.
+      dialect: API of the servers.
+      check: Verifies weight updates.
       timeout_seconds: Timeout in seconds of one weight update.
       wait_seconds: Timeout in seconds for a server that does not respond.
-      dialect: API of the servers.
-      sleeps: Whether the servers free their memory from `sleep` to the next `update`. Only SGLang supports this.
+      sleeps: Whether the servers free their memory from `sleep` to the next `update`.
 
     Attributes:
       version: Number of training steps that produced the current weights.
@@ -59,10 +60,10 @@ class ServedWeights:
     def __init__(
         self,
         sync: WeightSync | None,
-        max_prompt_tokens: int,
+        dialect: Dialect,
+        check: ContentCheck,
         timeout_seconds: float,
         wait_seconds: float,
-        dialect: Dialect = SGLANG,
         sleeps: bool = False,
     ):
         self.version = 0
@@ -71,7 +72,7 @@ class ServedWeights:
         self.dialect = dialect
         self.sleeps = sleeps
         self._sync = sync
-        self._probe_tokens = min(PROBE_TOKENS, max_prompt_tokens)
+        self.check = check
         self._timeout_seconds = timeout_seconds
         self._wait_seconds = wait_seconds
         self._endpoints: dict[str, Endpoint] = {}
@@ -110,32 +111,39 @@ class ServedWeights:
           idle: Function that waits until no generation is in progress.
 
         Raises:
-          ServerError: If a server does not respond, does not accept the weights, or generates with other weights
-            afterwards.
+          ServerError: If a server does not respond or does not accept the weights, or if all servers fail the
+            verification.
           OSError: If the weights cannot be written.
         """
         if self._sync is not None:
             if not self.current:  # Servers that do not support updates raise an error before weights are written.
                 await self._answering(urls)
             await asyncio.to_thread(self._sync.prepare, params, f"{self._run}-{version}")
+            await asyncio.to_thread(self.check.prepare, params)
         await idle()
         self.version, self.current = version, set()
         if self._sync is not None:
             await asyncio.to_thread(self._sync.switch)
-            await self._push(urls)
+            self.check.switch()
+            try:
+                rejected = await self._push(urls)
+            finally:
+                self.check.release()
+            if rejected and not self.current:
+                raise ServerError(next(iter(rejected.values())))
 
     async def ensure_current(self, url: str) -> None:
         """Waits until a server responds, and pushes the current weights to it unless it has them.
 
         Raises:
-          ServerError: If the server does not respond or does not accept the weights, or if the process that pushes the
-            weights has not pushed them within `timeout_seconds`.
+          ServerError: If the server does not respond, does not accept the weights or fails the verification, or if the
+            process that pushes the weights has not pushed them within `timeout_seconds`.
         """
         await self.dialect.wait_for(url, self._wait_seconds)
         if self._sync is None:
             await self._wait_for_version(url)
-        elif url not in self.current or not await self._has_version(url):
-            await self._push([url])
+        elif not await self._is_current(url) and (rejected := await self._push([url])):
+            raise ServerError(rejected[url])
         self.current.add(url)
 
     async def sleep(self, urls: Sequence[str]) -> None:
@@ -153,11 +161,15 @@ class ServedWeights:
             )
         try:
             async with open_client(self._timeout_seconds) as client:
-                await asyncio.gather(*(release_memory(client, url) for url in urls))
+                await asyncio.gather(*(self.dialect.sleep(client, url) for url in urls))
         except httpx.HTTPError as error:
             raise ServerError(
                 f"Failed to put {', '.join(urls)} to sleep: {describe_error(error)}; see its log."
             ) from error
+
+    def metrics(self) -> Metrics:
+        """Returns the counters of weight updates since the last call."""
+        return self.check.metrics()
 
     def close(self) -> None:
         """Frees the stored weights."""
@@ -173,11 +185,8 @@ class ServedWeights:
         if url not in self._endpoints:
             await self.dialect.wait_for(url, self._wait_seconds)
             endpoint = await self.dialect.probe(url)
-            if not (endpoint.is_router or endpoint.takes_weights):
-                raise ServerError(
-                    f"{url} does not support weight updates: it has no route /update_weights_from_disk (sglang-jax has "
-                    "none). It can only be evaluated; train with SGLang servers or rollouts.name=embedded."
-                )
+            if endpoint.update_error and not endpoint.is_router:
+                raise ServerError(endpoint.update_error)
             self._endpoints[url] = endpoint
         return self._endpoints[url]
 
@@ -211,11 +220,33 @@ class ServedWeights:
                 raise ServerError(f"No worker of router {url} responded within {self._wait_seconds:.0f} s: {reason}")
             await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
-    async def _push(self, urls: Sequence[str]) -> None:
-        """Pauses the servers that respond, loads the current weights, resumes the servers, and verifies the update.
+    async def _push(self, urls: Sequence[str]) -> dict[str, str]:
+        """Updates and verifies the servers that respond, and repeats this once for servers that fail the verification.
+
+        Returns:
+          The error message of each server that has failed twice, keyed by URL.
 
         Raises:
-          ServerError: If a server does not accept the weights, or generates with other weights afterwards.
+          ServerError: If a server does not accept the weights.
+        """
+        rejected = await self._update_servers(urls)
+        if rejected:
+            rejected = await self._update_servers(list(rejected))
+        async with open_client(self._timeout_seconds) as client:
+            for url, error in rejected.items():
+                print(f"{error} It is not given prompts.", file=sys.stderr)
+                with contextlib.suppress(httpx.HTTPError):  # A server that does not respond generates nothing.
+                    await self.dialect.rename_weights(client, url, REJECTED)
+        return rejected
+
+    async def _update_servers(self, urls: Sequence[str]) -> dict[str, str]:
+        """Pauses the servers that respond, loads the current weights, resumes the servers, and verifies the update.
+
+        Returns:
+          The error message of each server that fails the verification, keyed by URL.
+
+        Raises:
+          ServerError: If a server does not accept the weights.
         """
         assert self._sync is not None
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -224,14 +255,12 @@ class ServedWeights:
             self.current -= set(servers)
             try:
                 async with open_client(self._timeout_seconds) as client:
-                    if self.dialect is SGLANG:  # Servers are still asleep if a previous run was killed.
-                        await asyncio.gather(*(wake(client, url) for url in servers))
                     await asyncio.gather(*(self.dialect.pause(client, url) for url in servers))
-                    await self._sync.push(client, servers)
+                    await self._sync.push(client, servers, self.dialect)
                     await asyncio.gather(*(self.dialect.resume(client, url) for url in servers))
-                    await asyncio.gather(*(self._check(client, url) for url in servers))
-                self.current |= set(servers)
-                return
+                    rejected = await self.check.verify(client, servers, self.name)
+                self.current |= set(servers) - rejected.keys()
+                return rejected
             except httpx.HTTPError as error:
                 print(
                     f"The weight update of {', '.join(servers)} was interrupted: {describe_error(error)}. Retrying.",
@@ -241,6 +270,16 @@ class ServedWeights:
         raise ServerError(
             f"Failed to push weights to {', '.join(urls)} in {MAX_ATTEMPTS} attempts; see the server logs."
         )
+
+    async def _is_current(self, url: str) -> bool:
+        """Returns True if the server was verified with the current weights, and still has their name and content."""
+        if url not in self.current or not await self._has_version(url):
+            return False
+        try:
+            async with open_client(self._timeout_seconds) as client:
+                return await self.check.has_weights(client, url, self.name)
+        except httpx.HTTPError:
+            return False
 
     async def _has_version(self, url: str) -> bool:
         """Returns True if the server reports the name of the current weights."""
@@ -258,20 +297,3 @@ class ServedWeights:
                     "see its log, or raise rollouts.timeout_seconds."
                 )
             await asyncio.sleep(POLL_INTERVAL_SECONDS)
-
-    async def _check(self, client: httpx.AsyncClient, url: str) -> None:
-        """Verifies an update by generating one token after a fixed prompt, which every earlier check left in the cache.
-
-        A cache that was not flushed contains the entire prompt. A few cached tokens are accepted, because other prompts
-        may begin with the same tokens: the health check of SGLang, which routers call, generates a token after the
-        first of them.
-        """
-        version, cached_tokens = await self.dialect.probe_weights(client, url, self._probe_tokens)
-        if version != self.name:
-            raise ServerError(
-                f"{url} generates with weights {version} after an update to {self.name}; check whether another run "
-                "updates the same server."
-            )
-        # A health check leaves 1 cached token. A stale cache with pages of 64 tokens still covers half of the prompt.
-        if cached_tokens >= max(2, self._probe_tokens // 2):
-            raise ServerError(f"{url} did not flush its cache during an update to {self.name}; restart it.")
