@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable
-from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,25 +238,6 @@ def test_a_rate_limit_ends_after_the_maximum_wait(
     with pytest.raises(JudgeError, match=f"limited .*{sentence}"):
         judged(make_judge(wait_seconds=wait_seconds))
     assert server.seconds == seconds
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [("20", 20), ("0.5", 0.5), ("", 0), ("-1", 0), ("nan", 0), ("soon", 0), ("9" * 400, 0), ("\u0663", 0)],
-)
-def test_the_requested_delay_is_read_from_the_header(value: str, seconds: float):
-    response = httpx.Response(429, headers={"Retry-After": value.encode()})
-    assert http_client.retry_after_seconds(response) == seconds
-
-
-def test_the_requested_delay_can_be_a_date():
-    def seconds(timestamp: float) -> float:
-        header = {"Retry-After": formatdate(timestamp, usegmt=True)}
-        return http_client.retry_after_seconds(httpx.Response(429, headers=header))
-
-    now = http_client.time.time()
-    assert 3598 <= seconds(now + 3600) <= 3600
-    assert seconds(now - 3600) == 0
 
 
 def test_an_invalid_reply_is_not_requested_again_without_randomness(serve: Callable[..., Server], capsys):
