@@ -199,12 +199,14 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "judge/failed_prompts": LoggedMetric(
             "Judge failures",
             "Number of the step's prompts on which the judge failed.",
-            "Above `judge.max_failed_fraction` of the prompts: a method that reads clusters stops the run.",
+            "`judge.on_failure` selects their use. Above `judge.max_failed_fraction` of the prompts: a method that "
+            "reads clusters stops the run.",
         ),
         "judge/failed/*": LoggedMetric(
             "Judge failures by kind",
             "Number of the step's prompts on which the judge failed in this way.",
-            "`truncated`: increase the option `max_tokens` of the judge. `refused`: prompts may be too long.",
+            "`truncated`: increase the option `max_tokens` of the judge. `refused`: prompts may be too long. "
+            "`limited`: lower `judge.max_concurrent`.",
         ),
         "judge/skipped_updates": LoggedMetric(
             "Skipped updates",
