@@ -15,7 +15,7 @@ from grain import DatasetIterator
 from poly_epo_jax.judges.llm import warn_capacity
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
-from poly_epo_jax.rollouts.grading import check_failed_fraction, grade_groups, judged
+from poly_epo_jax.rollouts.grading import check_failed_fraction, grade_groups, usable_groups
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.system.signals import StopSignal
@@ -31,7 +31,8 @@ class Batch:
       counts: Counters of task, judge and sampler since the previous batch, summed over all processes.
       timing: Seconds that each stage took on this process, and `judge/overlap_fraction`.
       data_state: State of the data iterator after this batch.
-      reads_judge: Whether the update uses the judge's output.
+      reads_judge: Whether the method reads the judge's output.
+      on_failure: Value of `judge.on_failure`.
     """
 
     graded: list[GradedGroup]
@@ -39,11 +40,12 @@ class Batch:
     timing: Metrics
     data_state: dict[str, Any]
     reads_judge: bool
+    on_failure: str
 
     @property
     def usable(self) -> list[GradedGroup]:
-        """Groups that take part in the update: without judge failures if `reads_judge`, otherwise all groups."""
-        return judged(self.graded) if self.reads_judge else self.graded
+        """Groups that take part in the update, see `rollouts.grading.usable_groups`."""
+        return usable_groups(self.graded, self.reads_judge, self.on_failure)
 
 
 @dataclasses.dataclass
@@ -60,10 +62,12 @@ class Experience:
       last_step: Last step of the run. Later batches are not prefetched.
       staleness: 0 starts a batch when it is requested, with the newest weights. 1 starts the next batch as soon as the
         current one is returned; its weights are then one step old when it is trained on.
-      reads_judge: Whether the update uses the judge's output. If False, judge failures do not affect the update.
-      max_failed_fraction: Maximum fraction of a batch's prompts on which the judge may fail, if `reads_judge`.
+      reads_judge: Whether the method reads the judge's output.
+      max_failed_fraction: Maximum fraction of a batch's prompts on which the judge may fail, if its failures affect the
+        update.
       timeline: Records when each batch is generated, graded and judged.
       judge_load: Size of the largest judge request. If None, it is not compared with the judge's limits.
+      on_failure: Value of `judge.on_failure`, which selects the prompts that take part in the update.
       stop: Interrupts waiting for the judge or for a batch when a shutdown is requested.
     """
 
@@ -79,6 +83,7 @@ class Experience:
     max_failed_fraction: float
     timeline: Timeline
     judge_load: JudgeLoad | None = None
+    on_failure: str = "drop"
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
     _prefetched: asyncio.Task[Batch] | None = None
 
@@ -93,7 +98,8 @@ class Experience:
         """Waits for the batch of `step` and returns it. The sampler then sleeps until weights are pushed, if it can.
 
         Raises:
-          JudgeError: If the judge failed on more than `max_failed_fraction` of the prompts and `reads_judge` is True.
+          JudgeError: If the judge failed on more than `max_failed_fraction` of the prompts, and its failures affect the
+            update.
           Stopped: If a shutdown was requested.
         """
         own = asyncio.ensure_future(self.stop.run_interruptible(self._prefetched or self._start_batch(step)))
@@ -107,7 +113,7 @@ class Experience:
         counts = hosts.total([share.counts for share in shares])
         batch = dataclasses.replace(shares[hosts.index()], graded=graded, counts=counts)
         self._prefetched = self._start_batch(step + 1) if self.staleness and step < self.last_step else None
-        if self.reads_judge:
+        if self.reads_judge or self.on_failure == "drop_always":
             check_failed_fraction(batch.graded, self.max_failed_fraction)
         await hosts.barrier(self.stop.run_interruptible(self.rollouts.sleep()))
         return batch
@@ -130,6 +136,6 @@ class Experience:
             for part in (self.task, self.judge, self.rollouts.sampler):
                 if isinstance(part, HasMetrics):
                     counts |= checked_counts(part, part.metrics(), counts)
-            return Batch(graded, counts, timing, data_state, self.reads_judge)
+            return Batch(graded, counts, timing, data_state, self.reads_judge, self.on_failure)
 
         return asyncio.create_task(make())

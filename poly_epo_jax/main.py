@@ -238,6 +238,7 @@ def _experience(
         reads_judge=make_estimator(config.algo).reads_judge,
         max_failed_fraction=config.judge.max_failed_fraction,
         timeline=timeline,
+        on_failure=config.judge.on_failure,
         judge_load=JudgeLoad(
             max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
             config.train.max_prompt_tokens,

@@ -109,7 +109,7 @@ class Clustering:
 
 @dataclasses.dataclass(frozen=True)
 class JudgeFailure:
-    """The result of a judge that failed to cluster a group. Failures are never replaced by a default clustering.
+    """The result of a judge that failed to cluster a group. `judge.on_failure` selects the use of the group.
 
     Attributes:
       kind: One word, under which the failure is counted in the metrics.

@@ -97,6 +97,35 @@ def test_a_method_without_clusters_does_not_depend_on_the_judge(tmp_path: Path):
     assert [row["judge/failed_prompts"] for row in rows_of(tmp_path / "failing")] == [2, 2]
 
 
+@pytest.mark.slow
+def test_failed_judgments_can_exclude_prompts_with_every_method(tmp_path: Path):
+    settings: dict[str, Any] = {"judge.on_failure": "drop_always", "eval.every": 0, "train.num_steps": 1}
+    trained = []
+    for method in ("marginal_set", "grpo"):
+        train_tiny(tmp_path / method, failing=["q"], changes=settings | {"algo.advantages": method})
+        rows = read_rows(tmp_path / method / "generations.jsonl")
+        trained.append({(row["problem"], row["response"]) for row in rows if row["advantage"] is not None})
+        assert {row["problem"] for row in rows if row["advantage"] is None} == {"q"}
+    assert trained[0] == trained[1]
+    with pytest.raises(JudgeError, match="failed on 2 of 3 prompts"):
+        strict = {"algo.advantages": "grpo", "judge.max_failed_fraction": 0.5}
+        train_tiny(tmp_path / "strict", failing=["p", "q"], changes=settings | strict)
+
+
+@pytest.mark.slow
+def test_failed_judgments_can_count_as_distinct_clusters(tmp_path: Path):
+    """The clusters are only used for the update. They are not logged, and the failures are counted."""
+    changes = {"judge.on_failure": "distinct", "eval.every": 0, "train.num_steps": 1}
+    train_tiny(tmp_path, failing=["q"], changes=changes)
+    (row,) = rows_of(tmp_path)
+    assert (row["judge/failed_prompts"], row["judge/skipped_updates"]) == (1, 0)
+    rows = [row for row in read_rows(tmp_path / "generations.jsonl") if row["problem"] == "q"]
+    assert {row["cluster"] for row in rows} == {None}
+    rewards = np.array([[row["reward"] for row in rows]], np.float32)
+    expected = set_rl.polychromic_advantages(rewards, np.arange(8)[None], tiny_config().algo.set_size)
+    np.testing.assert_allclose([[row["advantage"] for row in rows]], expected, atol=1e-6)
+
+
 def made(steps: int) -> list[GradedGroup]:
     """Generates the groups of `steps` steps with three of four problems each. A step may contain a problem twice."""
     experience = Experience(

@@ -102,9 +102,16 @@ class JudgeSection(Section, name="judge"):
     options: Mapping[str, Any] = key({}, "keyword arguments of the judge, such as --config.judge.options.attempts=2")
     max_failed_fraction: float = key(
         0.25,
-        "maximum fraction of a batch's prompts on which the judge may fail before training stops, for methods that use "
-        "its output",
+        "maximum fraction of a batch's prompts on which the judge may fail before training stops, unless its failures "
+        "do not affect the update",
         FRACTION,
+    )
+    on_failure: str = key(
+        "drop",
+        "prompts on which the judge failed (drop = left out of the update if the method reads the judge's output, "
+        "drop_always = left out with every method, distinct = each response is its own cluster, only to reproduce "
+        "code that does so)",
+        one_of("drop", "drop_always", "distinct"),
     )
     url: str = key("", "address of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
     model: str = key("", "name of the model on the judge server (empty = the first model that the server lists)")

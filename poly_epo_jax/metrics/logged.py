@@ -199,7 +199,8 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "judge/failed_prompts": LoggedMetric(
             "Judge failures",
             "Number of the step's prompts on which the judge failed.",
-            "Above `judge.max_failed_fraction` of the prompts: a method that reads clusters stops the run.",
+            "`judge.on_failure` selects their use. Above `judge.max_failed_fraction` of the prompts: a method that "
+            "reads clusters stops the run.",
         ),
         "judge/failed/*": LoggedMetric(
             "Judge failures by kind",

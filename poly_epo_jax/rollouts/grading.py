@@ -1,6 +1,7 @@
 """Grades and judges groups as soon as they are generated, while other groups are still being generated."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
@@ -85,9 +87,27 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     return graded
 
 
-def judged(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
-    """Returns the groups on which the judge did not fail."""
-    return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
+def usable_groups(graded: Sequence[GradedGroup], reads_judge: bool, on_failure: str) -> list[GradedGroup]:
+    """Returns the groups that take part in the update.
+
+    Args:
+      graded: Graded groups of a batch.
+      reads_judge: Whether the method reads the judge's output.
+      on_failure: Value of `judge.on_failure`. "drop" leaves out the groups on which the judge failed if `reads_judge`,
+        "drop_always" leaves them out with every method. With "distinct", each of their responses is its own cluster
+        if `reads_judge`.
+    """
+    if on_failure == "distinct" and reads_judge:
+        return [_with_distinct_clusters(group) for group in graded]
+    if on_failure == "drop_always" or reads_judge:
+        return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
+    return list(graded)
+
+
+def _with_distinct_clusters(graded: GradedGroup) -> GradedGroup:
+    if not isinstance(graded.clustering, JudgeFailure):
+        return graded
+    return dataclasses.replace(graded, clustering=clusters_of(range(len(graded.group.generations))))
 
 
 def clustered(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

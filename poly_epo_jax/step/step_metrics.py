@@ -84,17 +84,17 @@ def logged_generations(
 
     Args:
       groups: Graded groups of all prompts of the step.
-      usable: Groups that take part in the update.
+      usable: Graded groups that take part in the update. Their clusterings are not logged.
       advantages: Advantages [P, N] of these P groups.
 
     Returns:
       A row for each generation of `groups`. The advantage is None if the group takes no part in the update.
     """
-    advantages_of = dict(zip(usable, advantages.tolist(), strict=True))
+    advantages_of = dict(zip([graded.group for graded in usable], advantages.tolist(), strict=True))
     rows = []
     for graded in groups:
         own = {"occurrence": graded.group.problem.occurrence}
-        group_advantages = advantages_of.get(graded, [None] * len(graded.rewards))
+        group_advantages = advantages_of.get(graded.group, [None] * len(graded.rewards))
         shared = generation_rows(graded)
         rows += [row | own | {"advantage": advantage} for row, advantage in zip(shared, group_advantages, strict=True)]
     return rows

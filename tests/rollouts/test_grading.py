@@ -10,8 +10,8 @@ import pytest
 from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 
 from poly_epo_jax.judges.answer import AnswerJudge
-from poly_epo_jax.rollouts.grading import JudgeError, check_failed_fraction, cluster_ids, grade_groups, judged
-from poly_epo_jax.types import Generation, Group, JudgeFailure, Metrics, Problem
+from poly_epo_jax.rollouts.grading import JudgeError, check_failed_fraction, cluster_ids, grade_groups, usable_groups
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Generation, Group, JudgeFailure, Metrics, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -86,7 +86,24 @@ def test_judge_failures_keep_their_reason_and_are_excluded():
     with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, .*=0\.33 .* broken \(1 times\)"):
         check_failed_fraction(graded, max_failed_fraction=0.33)
     np.testing.assert_array_equal(graded[1].rewards, [1, 0])
-    assert judged(graded) == [graded[0], graded[2]]
+
+    judged = [graded[0], graded[2]]
+    assert usable_groups(graded, True, "drop") == usable_groups(graded, True, "drop_always") == judged
+    assert usable_groups(graded, False, "drop_always") == judged
+    assert usable_groups(graded, False, "drop") == usable_groups(graded, False, "distinct") == graded
+
+    first, failed, last = usable_groups(graded, True, "distinct")
+    assert [first, last] == judged and failed.group is graded[1].group
+    np.testing.assert_array_equal(cluster_ids([failed]), [[0, 1]])
+    assert graded[1].clustering == JudgeFailure("broken", "out of order")
+
+
+def test_distinct_clusters_are_strategies_for_any_number_of_responses():
+    (graded,) = asyncio.run(
+        grade_groups(stream([group(PROBLEMS[0], "a" * 120)]), PROBLEMS[:1], ByLetter(), LetterJudge([PROBLEMS[0].id]))
+    )[0]
+    (ids,) = cluster_ids(usable_groups([graded], True, "distinct"))
+    assert len(set(ids.tolist())) == 120 and DEGENERATE_CLUSTER not in ids
 
 
 def test_the_task_determines_which_rewards_are_correct():

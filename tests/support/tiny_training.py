@@ -101,6 +101,7 @@ def train_tiny(
             reads_judge=make_estimator(algo).reads_judge,
             max_failed_fraction=config.judge.max_failed_fraction,
             timeline=timeline,
+            on_failure=config.judge.on_failure,
             stop=stop,
         ),
         advantages=advantages or make_advantages(algo, seed=0),
