@@ -22,21 +22,26 @@ AUTHORS = {
     "judge.model": "gemini-2.0-flash",
     "judge.api_key_env": "GEMINI_API_KEY",
     "judge.max_concurrent": 32,
+    "judge.on_failure": "distinct",
+    "judge.max_failed_fraction": 1.0,
 }
 """Keys, apart from the clip range, whose values in the authors' scripts for Poly-EPO and GRPO differ from this file."""
+
+MATCHED = {"algo.length_normalization": "max", "judge.on_failure": "drop_always"}
+"""Keys with which the methods differ only in their advantages, and are trained on the same prompts and responses."""
 
 COMPARISONS: dict[str, dict[str, dict[str, Any]]] = {
     "authors": {
         "poly_epo": {**AUTHORS, "algo.clip_high": 0.28},
         "grpo": {**AUTHORS, "algo.clip_high": 0.20},
     },
-    "matched": {method: {"algo.length_normalization": "max"} for method in METHOD_PRESETS},
+    "matched": dict.fromkeys(METHOD_PRESETS, MATCHED),
 }
-"""Keys that a comparison changes, by the name of the comparison and of the method.
+"""Keys that a comparison changes, by the names of the comparison and of the method.
 
-authors: The comparison of the authors' code. It includes all keys that affect the weights, but not the texts of the
-  prompts of policy and judge, which are the authors'.
-matched: The methods differ only in the advantage. They are trained on the same prompts.
+authors: The comparison of the authors' scripts. It sets all keys that affect the weights, except for the texts of the
+  authors' prompts for policy and judge, which are not part of this repository.
+matched: The comparison of advantages alone.
 """
 
 
