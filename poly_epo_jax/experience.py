@@ -12,7 +12,7 @@ from typing import Any
 
 from grain import DatasetIterator
 
-from poly_epo_jax.judges.llm import warn_capacity
+from poly_epo_jax.judges.capacity import warn_capacity
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.rollouts.grading import check_failed_fraction, grade_groups, usable_groups

@@ -44,7 +44,7 @@ from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
-from poly_epo_jax.judges.llm import warn_capacity
+from poly_epo_jax.judges.capacity import warn_capacity
 from poly_epo_jax.metrics.evaluation import table_columns
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER
@@ -26,16 +26,27 @@ CONTROL_TOKEN_START = re.compile(
 )
 
 
+class ReplyKeys(NamedTuple):
+    """Names of the entries of a reply for each response."""
+
+    rationale: str = "rationale"
+    cluster: str = "cluster"
+
+
+DEFAULT_KEYS = ReplyKeys()
+
+
 def rubric_file(prompt_file: str) -> Path:
     """Returns the path of the rubric: `prompt_file` or, if it is empty, the default rubric of the package."""
     return Path(prompt_file) if prompt_file else Path(__file__).with_name("rubric.md")
 
 
-def load_rubric(prompt_file: str) -> str:
+def load_rubric(prompt_file: str, keys: ReplyKeys = DEFAULT_KEYS) -> str:
     """Reads the rubric, which still contains the placeholder `{num_responses}` for N.
 
     Args:
       prompt_file: Path of a text file. If empty, the rubric of the package is used.
+      keys: Names of the entries of a reply, which replace the names in the rubric of the package.
 
     Raises:
       ValueError: If the file does not exist or is not UTF-8 text.
@@ -44,9 +55,13 @@ def load_rubric(prompt_file: str) -> str:
     if not file.is_file():
         raise ValueError(f"judge.options.prompt_file={prompt_file} is not a file; correct the path, or leave it empty.")
     try:
-        return file.read_text(encoding="utf-8")
+        rubric = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"judge.options.prompt_file={prompt_file} is not UTF-8 text: {error.reason}.") from error
+    if prompt_file:
+        return rubric
+    names = dict(zip(DEFAULT_KEYS, keys, strict=True))
+    return re.sub('"(rationale|cluster)"', lambda match: json.dumps(names[match[1]]), rubric)
 
 
 def build_messages(
@@ -121,12 +136,12 @@ def shorten(text: str, max_chars: int, code: str) -> str:
     return f"{text[:half]}\n=== {left_out} characters left out {code} ===\n{text[-half:]}"
 
 
-def reply_schema(num_responses: int) -> dict[str, Any]:
+def reply_schema(num_responses: int, keys: ReplyKeys = DEFAULT_KEYS) -> dict[str, Any]:
     """Returns the JSON schema of a reply: for each key "1" to "N", in order, a short rationale and a cluster id."""
     clusters = [*range(1, num_responses + 1), DEGENERATE_CLUSTER]
     verdict = {
-        "rationale": {"type": "string", "pattern": RATIONALE_PATTERN},
-        "cluster": {"type": "integer", "enum": clusters},
+        keys.rationale: {"type": "string", "pattern": RATIONALE_PATTERN},
+        keys.cluster: {"type": "integer", "enum": clusters},
     }
     return _closed_object({str(number): _closed_object(verdict) for number in range(1, num_responses + 1)})
 

@@ -1,20 +1,29 @@
-"""Parses and validates replies of the language model judge, because servers may not enforce the JSON schema."""
+"""Parses and validates replies of the language model judge, because servers may not enforce the JSON schema.
+
+A reply is a JSON object. It may follow a closed think block, and may be enclosed in one code fence.
+"""
 
 import json
+import re
 from reprlib import repr as _brief
 from typing import Any
 
 import numpy as np
 
+from poly_epo_jax.judges.prompt import DEFAULT_KEYS, ReplyKeys
 from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
+THINK_BLOCK = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+CODE_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*)\n[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
+
 
 class ReplyError(Exception):
-    """Raised when a reply is not a valid clustering, or when a list of models is invalid.
+    """Raised when a request has no valid reply.
 
     Attributes:
-      kind: "truncated" if the reply is incomplete, otherwise "malformed".
+      kind: "truncated" if the reply is incomplete, "malformed" if it is not a valid clustering or list of models.
+        Failed requests have other kinds, see `LLMJudge`.
     """
 
     def __init__(self, kind: str, reason: str):
@@ -22,12 +31,13 @@ class ReplyError(Exception):
         self.kind = kind
 
 
-def read_clustering(body: bytes, num_responses: int) -> Clustering:
+def read_clustering(body: bytes, num_responses: int, keys: ReplyKeys = DEFAULT_KEYS) -> Clustering:
     """Parses the clustering in a chat completion.
 
     Args:
       body: Body of the HTTP response.
       num_responses: Number N of responses that were requested to be clustered.
+      keys: Names of the entries of a reply.
 
     Returns:
       Cluster ids in 1..N or 100, with rationales.
@@ -36,7 +46,10 @@ def read_clustering(body: bytes, num_responses: int) -> Clustering:
       ReplyError: If the body is not a chat completion, the reply is incomplete, or its content does not match
         `reply_schema`.
     """
-    verdicts = _parse(_content(_parse(body.decode(errors="replace"), "the completion")), "the reply")
+    name, content = _content(_parse(body.decode(errors="replace"), "the completion"))
+    content = THINK_BLOCK.sub("", content)
+    fenced = CODE_FENCE.fullmatch(content)
+    verdicts = _parse(fenced[1] if fenced else content, name)
     names = [str(number) for number in range(1, num_responses + 1)]
     if not isinstance(verdicts, dict):
         raise ReplyError("malformed", f"the reply must be a JSON object, but is {_brief(verdicts)}")
@@ -45,7 +58,7 @@ def read_clustering(body: bytes, num_responses: int) -> Clustering:
     if extra := [name for name in verdicts if name not in names]:
         raise ReplyError("malformed", f"the reply contains unknown responses: {_brief(extra)}")
     allowed = {*range(1, num_responses + 1), DEGENERATE_CLUSTER}
-    rationales, ids = zip(*(_verdict(name, verdicts[name], allowed) for name in names), strict=True)
+    rationales, ids = zip(*(_verdict(name, verdicts[name], allowed, keys) for name in names), strict=True)
     return Clustering(np.array(ids, np.int32), rationales)
 
 
@@ -80,22 +93,47 @@ def read_context(body: bytes, model: str) -> int:
     return 0
 
 
-def _content(completion: Any) -> str:
+def read_error(body: bytes) -> dict[str, Any]:
+    """Returns the error object of a response body, or an empty dict if the body reports no error."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    match content:
+        case {"error": error} | [{"error": error}, *_] | {"choices": [{"error": error}, *_]} if error:
+            return error if isinstance(error, dict) else {"message": error}
+        case {"object": "error"}:
+            return content
+    return {}
+
+
+def _content(completion: Any) -> tuple[str, str]:
+    """Returns the text of a completion, after its name for error messages."""
     match completion:
         case {"choices": [{"finish_reason": str(finish_reason), "message": {**message}}, *_]}:
             pass
         case _:
             raise ReplyError("malformed", f"the response must be a chat completion, but is {_brief(completion)}")
+    # Servers that treat the model as a reasoning model return the constrained output as its reasoning: SGLang in
+    # `reasoning_content`, vLLM in `reasoning`.
+    fields = {name: message.get(name) for name in ("content", "reasoning_content", "reasoning")}
+    texts = [(name, text) for name, text in fields.items() if isinstance(text, str) and text.strip()]
     if finish_reason == "length":
-        raise ReplyError("truncated", "the reply reached its token limit; raise judge.options.max_tokens")
+        place = "" if texts and texts[0][0] == "content" else " before its content began"
+        raise ReplyError("truncated", f"the reply reached its token limit{place}; raise judge.options.max_tokens")
+    if finish_reason == "content_filter":
+        raise ReplyError("truncated", "the server's content filter stopped the reply")
     if finish_reason != "stop":
         raise ReplyError("truncated", f"the reply is incomplete (finish_reason={_brief(finish_reason)})")
-    # Servers that treat the model as a reasoning model return the constrained output in the second field.
-    for field in ("content", "reasoning_content"):
-        match message.get(field):
-            case str(content) if content.strip():
-                return content
-    raise ReplyError("malformed", "the reply is empty")
+    match message:
+        case {"refusal": str(refusal)} if refusal.strip():
+            raise ReplyError("malformed", f"the model refused to reply: {_brief(refusal)}")
+        case {"content": [*_]}:
+            raise ReplyError("malformed", "the content of the reply is a list of parts, but must be a string")
+    if not texts:
+        raise ReplyError("malformed", "the reply is empty")
+    name, text = texts[0]
+    return "the reply" if name == "content" else f"the content of the reply is empty, and its {name}", text
 
 
 def _parse(text: str, name: str) -> Any:
@@ -110,7 +148,11 @@ def _flaw(text: str, error: Exception) -> str:
     """Describes why a text is not JSON, with specific messages for common mistakes of judges."""
     match text.strip():
         case fenced if fenced.startswith("```"):
-            return "it is in a code fence"
+            return "its code fence is not closed, or has text around it"
+        case thinking if thinking.startswith("<think>"):
+            return "its think block is not closed"
+        case thinking if "</think>" in thinking and not thinking.startswith("{"):
+            return "it has reasoning without <think> before </think>; start the server with a reasoning parser"
         case surrounded if "{" in surrounded and not surrounded.startswith("{"):
             return "it has leading text"
     return f"it has trailing text: {error}" if "Extra data" in str(error) else str(error)
@@ -123,11 +165,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _verdict(name: str, verdict: Any, allowed: set[int]) -> tuple[str, int]:
-    match verdict:
-        case {"rationale": str(rationale), "cluster": cluster} if rationale.strip() and len(verdict) == 2:
+def _verdict(name: str, verdict: Any, allowed: set[int], keys: ReplyKeys) -> tuple[str, int]:
+    if isinstance(verdict, dict) and verdict.keys() == set(keys):
+        rationale, cluster = verdict[keys.rationale], verdict[keys.cluster]
+        if isinstance(rationale, str) and rationale.strip():
             # `in` alone would also accept `True` and 1.0.
             if type(cluster) is int and cluster in allowed:
                 return printable(rationale), cluster
             raise ReplyError("malformed", f"response {name} has an invalid cluster id: {_brief(cluster)}")
-    raise ReplyError("malformed", f"response {name} must have a rationale and a cluster, but has {_brief(verdict)}")
+    wanted = f"a text {keys.rationale!r} and a number {keys.cluster!r}"
+    raise ReplyError("malformed", f"response {name} must have {wanted}, but has {_brief(verdict)}")

@@ -8,10 +8,12 @@ address.
 import asyncio
 import functools
 import ipaddress
+import re
 import ssl
 import sys
 import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from reprlib import repr as _brief
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -47,7 +49,7 @@ class _BoundedTransport(httpx.AsyncBaseTransport):
     """Transport with limits on the time and size of complete responses.
 
     Timeouts of httpx apply to each chunk of a response; `seconds` applies to the complete response. Response headers
-    are dropped, so that they cannot trigger decompression, decoding or redirects.
+    except Retry-After are dropped, so that they cannot trigger decompression, decoding or redirects.
     """
 
     def __init__(self, transport: httpx.AsyncBaseTransport, seconds: float, max_bytes: int):
@@ -58,7 +60,8 @@ class _BoundedTransport(httpx.AsyncBaseTransport):
             async with asyncio.timeout(self._seconds):
                 response = await self._transport.handle_async_request(request)
                 try:
-                    return httpx.Response(response.status_code, content=await self._read(response))
+                    kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
+                    return httpx.Response(response.status_code, headers=kept, content=await self._read(response))
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -191,6 +194,17 @@ def backoff_seconds(attempt: int) -> float:
     return min(0.5 * 2 ** (attempt - 1), MAX_BACKOFF_SECONDS)
 
 
+def retry_after_seconds(response: httpx.Response) -> float:
+    """Returns the delay in seconds that the header Retry-After requests, or 0 if it is missing, past or invalid."""
+    value = response.headers.get("retry-after", "")
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def describe_error(error: Exception) -> str:
     """Describes a connection error or invalid response in a clause, because many httpx errors have no message."""
     match error:
@@ -209,7 +223,12 @@ def describe_error(error: Exception) -> str:
 
 
 async def wait_until_healthy(
-    url: str, seconds: float, name: str, headers: Mapping[str, str] | None = None, proxy: str = ""
+    url: str,
+    seconds: float,
+    name: str,
+    headers: Mapping[str, str] | None = None,
+    proxy: str = "",
+    required: bool = True,
 ) -> None:
     """Waits until a health endpoint responds with a success status. Prints a message to stderr if it has to wait.
 
@@ -219,6 +238,8 @@ async def wait_until_healthy(
       name: Name of the server in messages.
       headers: Request headers, for example an API key.
       proxy: Address of a proxy, from `proxy_of`.
+      required: Whether the server must have the endpoint. If False, any response except a server error or a rejected
+        API key (status 401) shows that the server is healthy.
 
     Raises:
       ServerError: If the server does not become healthy within `seconds`, or if it rejects the API key.
@@ -229,7 +250,8 @@ async def wait_until_healthy(
             try:
                 response = await client.get(url, headers=headers)
                 status = response.status_code
-                response.raise_for_status()
+                if required or status == 401 or status >= 500:
+                    response.raise_for_status()
             except httpx.HTTPError as error:
                 problem = describe_error(error)
             else:

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_model_name
+from poly_epo_jax.judges.prompt import ReplyKeys
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_error, read_model_name
 
 FENCE = "```"
 GOOD = {"1": {"rationale": "Macro: a; micro: b", "cluster": 1}, "2": {"rationale": "Macro: none", "cluster": 100}}
@@ -35,16 +36,23 @@ MALFORMED = {
     "text around JSON": [
         f"Here it is: {TEXT}",
         f"{TEXT} I hope that this helps.",
-        f"<think>\n{TEXT}\n</think>\n{TEXT}",
         f"{TEXT}\n{TEXT}",
+        f"Right.\n<think>\n</think>\n{TEXT}",
         f"\ufeff{TEXT}",
     ],
     "code fence": [
-        f"{FENCE}json\n{TEXT}\n{FENCE}",
-        f"{FENCE}\n{TEXT}\n{FENCE}",
+        f"{FENCE}json\n{TEXT}\n{FENCE}\nDone.",
+        f"{FENCE}python\n{TEXT}\n{FENCE}",
         f"{TEXT}\n{FENCE}",
         f"{FENCE}JSON {TEXT}",
         f"\n\n{FENCE}json\n{TEXT}",
+    ],
+    "think block": [
+        f"<think>\n{TEXT}",
+        f"{TEXT}\n</think>\n{TEXT}",
+        f"I count.\n</think>\n{TEXT}",
+        f"<think>\na\n</think>\n<think>\nb\n</think>\n{TEXT}",
+        f"<think>\na\n</think>\nSo: {TEXT}",
     ],
     "missing response": [
         "{}",
@@ -87,7 +95,7 @@ def test_malformed_replies_are_rejected(kind, number):
 
 
 def test_there_are_five_replies_of_each_kind():
-    assert [len(contents) for contents in MALFORMED.values()] == [5] * 12
+    assert [len(contents) for contents in MALFORMED.values()] == [5] * 13
 
 
 @pytest.mark.parametrize(
@@ -96,13 +104,16 @@ def test_there_are_five_replies_of_each_kind():
         (MALFORMED["text around JSON"][0], "leading text"),
         (MALFORMED["text around JSON"][1], "trailing text"),
         (MALFORMED["code fence"][0], "code fence"),
+        (MALFORMED["think block"][0], "think block is not closed"),
+        (MALFORMED["think block"][2], "reasoning parser"),
         (MALFORMED["missing response"][1], "response 2"),
         (MALFORMED["extra response"][0], ".'3'"),
         (MALFORMED["duplicate key"][0], "duplicate"),
         (MALFORMED["id out of range"][1], "response 2 .*: 3"),
-        (MALFORMED["no rationale"][0], "response 2 .* rationale"),
+        (MALFORMED["no rationale"][0], "response 2 must have a text .rationale"),
         (MALFORMED["other shape"][0], "JSON object"),
         (MALFORMED["empty"][0], "empty"),
+        (MALFORMED["empty"][3], "list of parts"),
     ],
 )
 def test_the_reason_names_the_error(content, complaint):
@@ -119,7 +130,6 @@ def test_the_reason_names_the_error(content, complaint):
         b"[]",
         b"null",
         b'"stop"',
-        b'{"error": {"message": "no"}}',
         b'{"choices": []}',
         b'{"choices": {"0": 1}}',
         b'{"choices": [null]}',
@@ -153,6 +163,12 @@ def test_a_reply_without_a_regular_end_is_truncated_even_if_it_is_valid(content,
         completion(None, reasoning_content=TEXT),
         completion(" \n", reasoning_content=TEXT),
         completion(TEXT, reasoning_content="Let me see: {}"),
+        completion(None, reasoning=TEXT),
+        completion(f"<think>\n{FENCE}\n{TEXT}\n{FENCE}\n</think>\n\n{TEXT}"),
+        completion(f"{FENCE}json\n{TEXT}\n{FENCE}\n"),
+        completion(f"\n\n{FENCE}\n{json.dumps(GOOD, indent=2)}\n{FENCE}"),
+        completion(f"<think></think>\n{FENCE}JSON\n{TEXT}\n{FENCE}"),
+        completion(TEXT, refusal=None),
     ],
 )
 def test_a_valid_reply_is_parsed(body):
@@ -166,6 +182,49 @@ def test_rationales_are_printable():
     """Constrained decoding may leave raw control characters, and JSON can contain escapes of lone surrogates."""
     reply = TEXT.replace("Macro: none", "one\ntwo\0three\\ud800")
     assert read_clustering(completion(reply), 2).rationales == ("Macro: a; micro: b", "one\ntwo\ufffdthree\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "cause"),
+    [
+        (completion(None, refusal="I cannot help."), "malformed", "refused to reply: 'I cannot help.'"),
+        (completion(None, reasoning="I count."), "malformed", "content .* is empty, and its reasoning is not JSON"),
+        (completion("", "length", reasoning_content="Hm"), "truncated", "before its content began; raise .*max_tokens"),
+        (completion(TEXT[:30], "length"), "truncated", "token limit; raise judge.options.max_tokens"),
+        (completion("", "content_filter"), "truncated", "content filter"),
+    ],
+)
+def test_the_reason_names_the_cause_of_an_unusable_completion(body, kind, cause):
+    with pytest.raises(ReplyError, match=cause) as caught:
+        read_clustering(body, 2)
+    assert caught.value.kind == kind
+
+
+def test_the_entries_of_a_reply_can_have_other_names():
+    keys = ReplyKeys("chain_of_thought", "cluster_id")
+    reply = TEXT.replace("rationale", "chain_of_thought").replace('"cluster"', '"cluster_id"')
+    assert read_clustering(completion(reply), 2, keys).rationales == ("Macro: a; micro: b", "Macro: none")
+    for content, expected in ((TEXT, keys), (reply, ReplyKeys())):
+        with pytest.raises(ReplyError, match=f"response 1 must have a text '{expected.rationale}' and"):
+            read_clustering(completion(content), 2, expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (b'{"error": {"message": "busy", "code": 429}}', {"message": "busy", "code": 429}),
+        (b'[{"error": {"status": "RESOURCE_EXHAUSTED"}}]', {"status": "RESOURCE_EXHAUSTED"}),
+        (b'{"choices": [{"error": {"code": 502}}]}', {"code": 502}),
+        (b'{"object": "error", "code": 400}', {"object": "error", "code": 400}),
+        (b'{"error": "overloaded"}', {"message": "overloaded"}),
+        (completion(TEXT), {}),
+        (b'{"error": null, "choices": []}', {}),
+        (b"<html>", {}),
+        (b"[" * 100_000, {}),
+    ],
+)
+def test_error_objects_of_common_servers_are_read(body, error):
+    assert read_error(body) == error
 
 
 def test_the_first_listed_model_is_returned():

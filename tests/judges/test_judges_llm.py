@@ -20,8 +20,9 @@ from test_judge_reply import MALFORMED, completion
 from transformers import AutoTokenizer
 
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.judges import NoJudge, judge_identity, llm
-from poly_epo_jax.judges.llm import LLMJudge, capacity_warnings, warn_capacity
+from poly_epo_jax.judges import NoJudge, chat_server, judge_identity, llm
+from poly_epo_jax.judges.capacity import capacity_warnings, warn_capacity
+from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.judges.prompt import build_messages, load_rubric
 from poly_epo_jax.system import http_client as servers
 from poly_epo_jax.tasks import PolynomialTask
@@ -77,7 +78,8 @@ def serve(monkeypatch):
         server = Server(*answers)
 
         monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(server))
-        monkeypatch.setattr(llm, "backoff_seconds", lambda failures: server.backoffs.append(failures) or 0.0)
+        for module in (llm, chat_server):
+            monkeypatch.setattr(module, "backoff_seconds", lambda failures: server.backoffs.append(failures) or 0.0)
         return server
 
     return install
@@ -156,7 +158,7 @@ def test_the_last_failure_is_returned(serve):
     assert len(server.requests) == 3
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503])
+@pytest.mark.parametrize("status", [408, 409, 500, 502, 503])
 def test_a_busy_server_is_retried_after_a_delay(serve, status):
     busy = httpx.Response(status, text="try later")
     server = serve(busy, busy, completion(REPLY))
@@ -296,7 +298,7 @@ def test_all_prompts_share_one_wait(serve, monkeypatch):
     down = httpx.ConnectError("refused")
     serve(down)
     clock = iter([1.0, 4.0, 11.0, 12.0, 13.0, 20.0, 21.0])
-    monkeypatch.setattr(llm, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(chat_server, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     judge = make_judge(wait_seconds=10.0)
     assert [failure(judge).kind for _ in range(3)] == ["unreachable"] * 3  # after 10 s, and then immediately
     serve(completion(REPLY))
@@ -407,6 +409,9 @@ SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
         (JudgeLoad(8, 100, 1000), 8_192, {"context_tokens": 16_384}, []),
         (JudgeLoad(8, 100, 1000), 8_192, {"model": "listed"}, ["context of 8192"]),
         (JudgeLoad(8, 100, 1000), 8_192, {"model": "another"}, []),
+        (JudgeLoad(8, 9, 9), 65_536, {"response_format": "json_object"}, ["without a JSON schema up to 4096 .*=1024"]),
+        (JudgeLoad(8, 9, 9), 65_536, {"response_format": "none", "max_tokens": 4095}, ["up to 4096 .*=4095"]),
+        (JudgeLoad(8, 9, 9), 65_536, {"response_format": "none", "max_tokens": 4096}, []),
     ],
 )
 def test_exceeded_limits_cause_warnings(serve, capsys, load, listed, changes, complaints):
