@@ -24,6 +24,14 @@ AUTHORS = {
     "judge.max_concurrent": 32,
     "judge.on_failure": "distinct",
     "judge.max_failed_fraction": 1.0,
+    "judge.options.temperature": 0.0,
+    "judge.options.send_seed": False,
+    "judge.options.max_tokens": 8192,  # the model's limit
+    "judge.options.response_format": "json_object",
+    "judge.options.single_message": True,
+    "judge.options.rationale_key": "chain_of_thought",
+    "judge.options.cluster_key": "cluster_id",
+    "judge.options.max_response_chars": 10**7,  # responses are not shortened
 }
 """Keys, apart from the clip range, whose values in the authors' scripts for Poly-EPO and GRPO differ from this file."""
 
@@ -39,8 +47,7 @@ COMPARISONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Keys that a comparison changes, by the names of the comparison and of the method.
 
-authors: The comparison of the authors' scripts. It sets all keys that affect the weights, except for the texts of the
-  authors' prompts for policy and judge, which are not part of this repository.
+authors: The comparison of the authors' scripts, except for the texts of the prompts for policy and judge.
 matched: The comparison of advantages alone.
 """
 

@@ -1,10 +1,12 @@
 """Tests of the comparisons of configs/polaris.py: their keys, and the prompts on which their methods are trained."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from functools import partial
 from itertools import chain
 
+import httpx
 import numpy as np
 import pytest
 from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge
@@ -12,11 +14,12 @@ from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge
 from configs import polaris
 from poly_epo_jax.config.keys import changed_keys, updates_per_step
 from poly_epo_jax.rollouts.grading import grade_groups, usable_groups
-from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.startup.read_config import make_judge, read_config
 from poly_epo_jax.step.advantages import batch_features, make_advantages, make_estimator
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.packing import PackedBatch, pack
-from poly_epo_jax.types import Generation, Group, Problem
+from poly_epo_jax.system import http_client
+from poly_epo_jax.types import Clustering, Generation, Group, Problem
 
 FOUR_PROBLEMS = [*PROBLEMS, Problem("s", "s:", "a")]
 
@@ -76,7 +79,32 @@ def test_the_authors_comparison(method: str, clip_high: float):
     config = read_config(config)
     assert config.algo.clip_high == clip_high
     assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (1e-6, 0.01)
-    assert (config.judge.model, config.judge.on_failure) == ("gemini-2.0-flash", "distinct")
+    assert (config.judge.on_failure, config.judge.max_failed_fraction) == ("distinct", 1.0)
+
+
+def test_the_authors_comparison_sends_the_request_of_the_authors_code(monkeypatch: pytest.MonkeyPatch):
+    requests = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        verdicts = {str(n): {"chain_of_thought": "Macro: sum.", "cluster_id": n} for n in range(1, 9)}
+        message = {"role": "assistant", "content": json.dumps(verdicts)}
+        return httpx.Response(200, json={"choices": [{"finish_reason": "stop", "message": message}]})
+
+    monkeypatch.setattr(http_client, "open_transport", lambda proxy: httpx.MockTransport(reply))
+    monkeypatch.setenv("GEMINI_API_KEY", "key")
+    config = read_config(polaris.get_config("poly_epo,authors"))
+    judge = make_judge(config.judge, ByLetter())
+    clustering = asyncio.run(judge.cluster(random_group(PROBLEMS[0], np.random.default_rng(0))))
+    assert isinstance(clustering, Clustering) and clustering.ids.tolist() == list(range(1, 9))
+
+    (request,) = requests
+    assert str(request.url) == "https://generativelanguage.googleapis.com/v1beta/openai/chat/completions"
+    body = json.loads(request.content)
+    (message,) = body.pop("messages")
+    assert message["role"] == "user" and '"chain_of_thought"' in message["content"]
+    expected = {"model": "gemini-2.0-flash", "temperature": 0.0, "response_format": {"type": "json_object"}}
+    assert body == expected | {"max_tokens": 8192}
 
 
 @pytest.mark.parametrize(
