@@ -1,21 +1,69 @@
 """The main experiment of the paper: Qwen3-4B-Base on POLARIS-53K, with Qwen3-4B-Instruct as judge, on 4 x H200.
 
-python -m poly_epo_jax.main --config=configs/polaris.py              (or :grpo, :grpo_div, :h200x8 after the file name)
+python -m poly_epo_jax.main --config=configs/polaris.py    (or :grpo, :grpo_div, :h200x8, :grpo,matched, :grpo,authors)
 
 Requires running servers for the policy and the judge. `bash launch/node.sh` starts them and this command on one node,
 and documents the use of each GPU. 850 steps of 1,024 responses are two epochs. docs/explanation/paper_and_code.md lists
 the configuration key of each hyperparameter in the paper's table.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config import default
+from poly_epo_jax.config.methods import METHOD_PRESETS
+
+AUTHORS = {
+    "algo.length_normalization": "max",
+    "algo.loss_options.dual_clip": 3.0,
+    "optimizer.weight_decay": 0.01,
+    "judge.url": "https://generativelanguage.googleapis.com/v1beta/openai",
+    "judge.model": "gemini-2.0-flash",
+    "judge.api_key_env": "GEMINI_API_KEY",
+    "judge.max_concurrent": 32,
+    "judge.on_failure": "distinct",
+    "judge.max_failed_fraction": 1.0,
+    "judge.options.temperature": 0.0,
+    "judge.options.send_seed": False,
+    "judge.options.max_tokens": 8192,  # the model's limit
+    "judge.options.response_format": "json_object",
+    "judge.options.single_message": True,
+    "judge.options.rationale_key": "chain_of_thought",
+    "judge.options.cluster_key": "cluster_id",
+    "judge.options.max_response_chars": 10**7,  # responses are not shortened
+}
+"""Keys, apart from the clip range, whose values in the authors' scripts for Poly-EPO and GRPO differ from this file."""
+
+MATCHED = {"algo.length_normalization": "max", "judge.on_failure": "drop_always"}
+"""Keys with which the methods differ only in their advantages, and are trained on the same prompts and responses."""
+
+COMPARISONS: dict[str, dict[str, dict[str, Any]]] = {
+    "authors": {
+        "poly_epo": {**AUTHORS, "algo.clip_high": 0.28},
+        "grpo": {**AUTHORS, "algo.clip_high": 0.20},
+    },
+    "matched": dict.fromkeys(METHOD_PRESETS, MATCHED),
+}
+"""Keys that a comparison changes, by the names of the comparison and of the method.
+
+authors: The comparison of the authors' scripts, except for the texts of the prompts for policy and judge.
+matched: The comparison of advantages alone.
+"""
 
 
 def get_config(config_string: str = "poly_epo") -> ConfigDict:
-    """Returns the configuration. `config_string` selects a method and a machine by name, separated by commas."""
-    config = default.get_config(config_string)
-    config.workdir = f"runs/polaris-{default.parse_config_string(config_string)[0]}"
+    """Returns the configuration. `config_string` names a method, a machine and a comparison, separated by commas."""
+    config = default.get_config(config_string, comparison=COMPARISONS)
+    method, _, comparison = default.parse_config_string(config_string, comparison=COMPARISONS)
+    changes = COMPARISONS[comparison].get(method) if comparison else {}
+    if changes is None:
+        raise ValueError(
+            f"':{config_string}' is not available, because the authors' published files do not contain both the "
+            f"estimator and a script of {method}; choose {' or '.join(COMPARISONS[comparison])}, or the comparison "
+            "matched."
+        )
+    config.workdir = "-".join(filter(None, ("runs/polaris", comparison, method)))
 
     config.model.path = "Qwen/Qwen3-4B-Base"
     # The prompt is a chat turn. Base models may end their turn with either token.
@@ -49,4 +97,5 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     config.eval.every = 0  # set it together with task.options.held_out
     config.checkpoint.every = 25
     config.log.generations_every = 1
+    config.update_from_flattened_dict(changes)
     return config

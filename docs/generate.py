@@ -168,7 +168,8 @@ def configuration() -> str:
         "prints the resulting values of all keys. Invalid values are rejected at startup with an error message that "
         "names the key.",
         "A colon after the file or recipe selects a method, a machine or both, which set several keys: "
-        "`--config=configs/polaris.py:grpo,h200x8`. See [methods](#methods) and [machines](#machines).",
+        "`--config=configs/polaris.py:grpo,h200x8`. See [methods](#methods) and [machines](#machines). Some "
+        "[recipes](recipes.md#commands) accept further names.",
         table(columns, key_rows(key for key in config.flat() if "." not in key[0])),
     ]
     for name, section in config.items():

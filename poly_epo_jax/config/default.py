@@ -3,6 +3,8 @@
 Configuration files start from it. The names follow the file after a colon: --config=configs/polaris.py:grpo,h200x8
 """
 
+from collections.abc import Collection
+
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config.keys import Config
@@ -10,43 +12,52 @@ from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.methods import METHOD_PRESETS
 
 
-def parse_config_string(config_string: str) -> tuple[str, str]:
+def parse_config_string(config_string: str, **further: Collection[str]) -> tuple[str, ...]:
     """Parses the names after a configuration file.
 
     Args:
-      config_string: At most one key of METHOD_PRESETS and one key of MESHES, in any order, separated by a comma.
+      config_string: At most one name of each kind, in any order, separated by commas. The kinds are methods (keys of
+        METHOD_PRESETS), meshes (keys of MESHES), and those of `further`.
+      **further: Names of further kinds that the configuration file accepts, such as `model=("0.6b", "1.7b")`.
 
     Returns:
-      The name of the method ("poly_epo" by default) and of the mesh ("" by default).
+      The name of the method ("poly_epo" by default), of the mesh ("" by default) and of each further kind, in their
+      order ("" by default).
 
     Raises:
-      ValueError: If a name is unknown, or if there are two methods or two meshes.
+      ValueError: If a name is unknown, or if there are two names of a kind.
     """
-    methods, meshes = [], []
+    kinds = {"method": METHOD_PRESETS, "mesh": MESHES, **further}
+    found = dict.fromkeys(kinds, "")
     for word in filter(None, config_string.split(",")):
-        if word not in METHOD_PRESETS and word not in MESHES:
+        kind = next((kind for kind, names in kinds.items() if word in names), None)
+        if kind is None:
+            known = ", ".join(f"a {kind} ({', '.join(names)})" for kind, names in kinds.items())
             raise ValueError(
-                f"Unknown name ':{word}' after the configuration file; choose a method "
-                f"({', '.join(METHOD_PRESETS)}), a mesh ({', '.join(MESHES)}), or both, separated by a comma."
+                f"Unknown name ':{word}' after the configuration file; choose {known}, or several of them, separated "
+                "by commas."
             )
-        (methods if word in METHOD_PRESETS else meshes).append(word)
-    if len(methods) > 1 or len(meshes) > 1:
-        raise ValueError(
-            f"':{config_string}' after the configuration file has two methods or two meshes; keep one of each."
-        )
-    return [*methods, "poly_epo"][0], [*meshes, ""][0]
+        if found[kind]:
+            raise ValueError(
+                f"':{config_string}' after the configuration file selects more than one {kind}, {found[kind]} and "
+                f"{word}; keep one."
+            )
+        found[kind] = word
+    method, *others = found.values()
+    return method or "poly_epo", *others
 
 
-def get_config(config_string: str = "poly_epo") -> ConfigDict:
+def get_config(config_string: str = "poly_epo", **further: Collection[str]) -> ConfigDict:
     """Returns the default configuration, locked except for the options of components.
 
     Args:
       config_string: Names of a method and of a mesh, see `parse_config_string`.
+      **further: Names of further kinds, which do not affect the default configuration.
 
     Raises:
       ValueError: If `config_string` is invalid.
     """
-    method, mesh = parse_config_string(config_string)
+    method, mesh, *_ = parse_config_string(config_string, **further)
     config = ConfigDict(Config().to_dict())
     config.algo.update(METHOD_PRESETS[method])
     if mesh:

@@ -61,16 +61,26 @@ Loss = Callable[..., LossAndMetrics]
 """A function `(tokens, **options) -> (loss, metrics)` of `Tokens`: a scalar to minimize, and sums over tokens."""
 
 
-def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossAndMetrics:
+def ppo_clip_loss(
+    tokens: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: Annotated[float, Range(1, 1000, special=0)] = 0.0,
+) -> LossAndMetrics:
     """Computes PPO's clipped surrogate: term = min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) (paper appendix, J).
+
+    For a negative advantage, the term is unbounded in w. Dual clip (Ye et al., arXiv 1912.09729) bounds it by
+    dual_clip A.
 
     Args:
       tokens: Tokens of a microbatch.
       clip_low: Lower clip range of the ratio w.
       clip_high: Upper clip range of the ratio w.
+      dual_clip: Upper bound of the ratio w for negative advantages. 0 disables the bound.
 
     Returns:
-      The loss, and the sums `clip_fraction` (number of tokens whose gradient the clip removes), `ratio` (w) and `kl`
+      The loss, and the sums `clip_fraction` (number of tokens whose gradient a clip removes), `ratio` (w) and `kl`
       (estimates of KL(old policy || current policy), in nats).
 
     Raises:
@@ -78,6 +88,10 @@ def ppo_clip_loss(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0
     """
     tokens = _checked(tokens)
     term, held_back, ratio = _clipped(tokens.log_ratio, tokens, clip_low, clip_high)
+    if dual_clip:
+        is_negative = tokens.advantages < 0
+        term = jnp.where(is_negative, jnp.maximum(term, dual_clip * tokens.advantages), term)
+        held_back |= is_negative & (ratio > dual_clip)
     return _loss(term, tokens), _ratio_metrics(held_back, tokens, ratio)
 
 

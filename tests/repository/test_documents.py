@@ -75,6 +75,7 @@ RULES = (
     Rule("bash launch/test.sh", elsewhere="runs this test"),
     Rule("bash launch/tpu.sh run", elsewhere="tests/launch/test_launch.py, with a stand-in for gcloud"),
     Rule("JUDGE_URL=http://HOST:30010 bash launch/", elsewhere="tests/launch/, with stand-ins for servers and gcloud"),
+    Rule("JUDGE_URL=https://generativelanguage", elsewhere="manual: requires 4 x H200 and a key of Gemini"),
     Rule("bash launch/torch.sh", elsewhere="launch/test.sh; downloads torch"),
     Rule("bash launch/reasoning_gym.sh", elsewhere="launch/test.sh; downloads reasoning-gym"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),

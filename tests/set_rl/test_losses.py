@@ -66,6 +66,18 @@ def test_ppo_clip_by_hand(transform):
     np.testing.assert_allclose(gradient(ppo_clip_loss, tokens(), transform), np.append(expected, 0), atol=1e-6)
 
 
+def test_dual_clip_by_hand():
+    """The ratio 1.5 of a token with A < 0 is bounded by 1.2. Positive advantages and smaller ratios are unaffected."""
+    loss, metrics = ppo_clip_loss(tokens(), dual_clip=1.2)
+    terms = [1.0 * 2, 1.28, 0.5, 1.2 * -1, -0.8, 1.1 * -3]
+    np.testing.assert_allclose(loss, -WEIGHT * sum(terms), rtol=1e-6)
+    assert metrics["clip_fraction"] == 3
+    expected = -WEIGHT * ADVANTAGE * RATIO
+    expected[[1, 3, 4]] = 0  # clipped
+    found = gradient(partial(ppo_clip_loss, dual_clip=1.2), tokens())
+    np.testing.assert_allclose(found, np.append(expected, 0), atol=1e-6)
+
+
 @EAGER_AND_JIT
 def test_cispo_by_hand(transform):
     loss, metrics = transform(cispo_loss)(tokens())
