@@ -51,7 +51,7 @@ class JudgeEntry:
 
 
 JUDGES: Registry[JudgeEntry] = Registry(
-    exact=JudgeEntry(lambda task, section: ExactJudge(task), "the task's own strategies", task=Strategic),
+    exact=JudgeEntry(ExactJudge, "the task's own strategies", task=Strategic),
     answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=HasAnswers),
     llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, max_generations=DEGENERATE_CLUSTER - 1),
     ngrams=JudgeEntry(NgramsJudge, "shared character n-grams"),

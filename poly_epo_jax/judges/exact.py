@@ -1,10 +1,15 @@
 """Judge for tasks that determine the strategy of each response."""
 
+import hashlib
 import itertools
 from collections.abc import Hashable, Sequence
+from typing import Annotated
 
 import numpy as np
+from jaxtyping import Int
 
+from poly_epo_jax.config.checks import FRACTION
+from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Group, Strategic
 
 COUNTING_CLUSTERS = (DEGENERATE_CLUSTER - 1, DEGENERATE_CLUSTER)
@@ -16,10 +21,15 @@ class ExactJudge:
 
     Args:
       task: Determines the strategies.
+      section: Section `judge` of the configuration. Not used.
+      error_rate: Probability that a response with a strategy is assigned to one of N random clusters instead, to
+        measure the effect of the errors of a judge. The errors of a group depend on its problem and its tokens only.
     """
 
-    def __init__(self, task: Strategic):
-        self._task = task
+    def __init__(
+        self, task: Strategic, section: JudgeSection | None = None, *, error_rate: Annotated[float, FRACTION] = 0.0
+    ):
+        self._task, self._error_rate = task, error_rate
 
     async def cluster(self, group: Group) -> Clustering:
         """Returns one cluster per strategy. Generations without a strategy are in `DEGENERATE_CLUSTER`.
@@ -29,12 +39,24 @@ class ExactJudge:
         """
         strategies = [self._task.strategy(group.problem, generation) for generation in group.generations]
         try:
-            return clusters_of(strategies)
+            clustering = clusters_of(strategies)
         except TypeError as error:
             raise ValueError(
                 f"{type(self._task).__name__}.strategy returned a value for problem {group.problem.id} that cannot be "
                 f"compared ({error}); return a string, number or tuple, or None for a degenerate response."
             ) from error
+        return _with_errors(clustering.ids, group, self._error_rate) if self._error_rate else clustering
+
+
+def _with_errors(ids: Int[np.ndarray, " N"], group: Group, rate: float) -> Clustering:
+    digest = hashlib.sha256(group.problem.id.encode())
+    for generation in group.generations:
+        digest.update(generation.token_ids.tobytes() + b";")
+    random = np.random.default_rng(np.frombuffer(digest.digest(), np.uint32))
+    is_degenerate = ids == DEGENERATE_CLUSTER
+    is_wrong = (random.random(len(ids)) < rate) & ~is_degenerate
+    keys = np.where(is_wrong, random.integers(0, len(ids), len(ids)), ids)
+    return clusters_of(np.where(is_degenerate, None, keys).tolist())
 
 
 def clusters_of(keys: Sequence[Hashable | None]) -> Clustering:

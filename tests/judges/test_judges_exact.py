@@ -1,6 +1,7 @@
 """Tests of the judge that clusters responses by the strategy of the task."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,6 +66,28 @@ def test_strategies_never_have_the_degenerate_id_in_large_groups():
     clusters = cluster(ExactJudge(FirstWord()), texts)
     expected = [*range(99), *range(101, 152)]
     np.testing.assert_array_equal(clusters, [*expected, 100, *expected])
+
+
+def test_errors_replace_the_given_fraction_of_the_labels():
+    """Wrong responses are in a random one of N clusters, so 1 - 1 / N of the pairs with a wrong response are apart."""
+    texts = ["a"] * 400 + [""] * 100
+    judge = make_judge(JudgeSection(name="exact", options={"error_rate": 0.3}), FirstWord())
+    problems = [Problem(id=str(i), prompt="", answer="") for i in range(20)]
+    clusters = np.stack([cluster(judge, texts, problem) for problem in problems])
+    assert (clusters[:, 400:] == DEGENERATE_CLUSTER).all() and not (clusters[:, :400] == DEGENERATE_CLUSTER).any()
+    largest = [np.bincount(row[:400]).max() for row in clusters]
+    np.testing.assert_allclose(np.mean(largest) / 400, 0.7 + 0.3 / 500, atol=4 * np.sqrt(0.21 / 8000))
+    assert len(np.unique(clusters, axis=0)) == 20
+    np.testing.assert_array_equal(cluster(judge, texts, problems[3]), clusters[3])
+
+
+def test_errors_depend_on_the_tokens():
+    judge, first = ExactJudge(FirstWord(), error_rate=1.0), group(["a"] * 50)
+    changed = dataclasses.replace(first.generations[49], token_ids=first.generations[49].token_ids + 1)
+    second = dataclasses.replace(first, generations=(*first.generations[:49], changed))
+    first_ids, second_ids = (asyncio.run(judge.cluster(graded)).ids for graded in (first, second))
+    assert (first_ids != second_ids).any()
+    assert cluster(ExactJudge(FirstWord(), error_rate=0.0), ["a"] * 50).tolist() == [0] * 50
 
 
 def test_a_strategy_that_cannot_be_compared_is_rejected():
