@@ -17,12 +17,13 @@ from outcome import Outcome
 from responses import response
 
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.judges import llm
+from poly_epo_jax.judges import chat_server
+from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem
 
 Verdicts = dict[str, Any]
-KINDS = ("unreachable", "refused", "unavailable", "truncated", "malformed")
+KINDS = ("unreachable", "limited", "refused", "unavailable", "truncated", "malformed")
 BAD_IDS = (0, -1, 10, 99, 101, 10**30, 1.0, 1e0, "1", "one", True, None, [1], {"id": 1}, float("nan"), float("inf"))
 BAD_VERDICTS = (
     1,
@@ -93,7 +94,7 @@ async def request(num_responses: int, reply: httpx.Response) -> Clustering | Jud
     def open_client(timeout_seconds: float, proxy: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(lambda request: reply), timeout=timeout_seconds)
 
-    judge = llm.LLMJudge(
+    judge = LLMJudge(
         PolynomialTask(),
         JudgeSection(url="http://judge", model="judge", timeout_seconds=5.0, wait_seconds=0.0, max_concurrent=1),
         max_tokens=1024,
@@ -101,11 +102,11 @@ async def request(num_responses: int, reply: httpx.Response) -> Clustering | Jud
         max_response_chars=1000,
     )
     generations = tuple(response(f"Idea {number}.") for number in range(num_responses))
-    before, llm.open_client = llm.open_client, open_client
+    before, chat_server.open_client = chat_server.open_client, open_client
     try:
         return await judge.cluster(Group(Problem("p", "1 + 1?", "2"), np.zeros(1, np.int32), generations))
     finally:
-        llm.open_client = before
+        chat_server.open_client = before
 
 
 def valid_verdicts(rng: random.Random) -> Verdicts:
@@ -198,7 +199,9 @@ def truncated_body(verdicts: Verdicts, rng: random.Random) -> bytes:
 MUTATIONS: dict[str, Callable[[Verdicts, random.Random], bytes | httpx.Response]] = {
     "valid": lambda verdicts, rng: completion(json.dumps(verdicts)),
     "valid, another order": shuffled,
-    "valid, as reasoning": lambda verdicts, rng: completion(None, reasoning_content=json.dumps(verdicts)),
+    "valid, as reasoning": lambda verdicts, rng: completion(
+        None, **{rng.choice(["reasoning", "reasoning_content"]): json.dumps(verdicts)}
+    ),
     "index missing": without_one,
     "index added": with_one_more,
     "index renamed": renamed,
@@ -212,7 +215,9 @@ MUTATIONS: dict[str, Callable[[Verdicts, random.Random], bytes | httpx.Response]
         lambda text, rng: text + rng.choice(["\n```", " Done.", "}", ",", "\n" + text, "<|im_end|>"])
     ),
     "two objects": change_text(lambda text, rng: text + rng.choice(["", "\n", ", "]) + '{"1": {}}'),
-    "thinking before": change_text(lambda text, rng: f"<think>\n{text}\n</think>\n{text}"),
+    "valid, after thinking": change_text(lambda text, rng: f"<think>\n{text}\n</think>\n{text}"),
+    "valid, in a code fence": change_text(lambda text, rng: f"```{rng.choice(['', 'json', 'JSON'])}\n{text}\n```"),
+    "thinking before": change_text(lambda text, rng: rng.choice(["", "Hm.\n<think>\n"]) + f"{text}\n</think>\n{text}"),
     "role token": change_text(with_a_token),
     "nested": change_text(lambda text, rng: rng.choice(['{"clusters": %s}', "[%s]", '"%s"', '{"1": %s}']) % text),
     "truncated": change_text(lambda text, rng: text[: rng.randrange(len(text))]),

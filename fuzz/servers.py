@@ -22,7 +22,7 @@ from outcome import Outcome
 from responses import response
 
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.judges import llm
+from poly_epo_jax.judges import chat_server, llm
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.rollouts import sglang as requests
 from poly_epo_jax.rollouts.servers import client, served_weights
@@ -87,7 +87,7 @@ async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
     server = LyingServer()
     server.lie, server.path, server.times, server.is_router = lie, path, times, kind == "router"
     with contextlib.ExitStack() as stack:
-        for module in (client, served_weights, llm):
+        for module in (client, served_weights, chat_server, llm):
             stack.enter_context(mock.patch.object(module, "backoff_seconds", lambda attempt: 0.0))
         stack.enter_context(mock.patch.object(requests, "ANSWER_SECONDS", SECONDS))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))

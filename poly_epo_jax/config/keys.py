@@ -119,7 +119,9 @@ class JudgeSection(Section, name="judge"):
     max_concurrent: int = key(64, "maximum number of concurrent requests to the judge", Range(1, 65_536))
     timeout_seconds: float = key(300.0, "timeout in seconds of one request to the judge", SECONDS)
     wait_seconds: float = key(
-        600.0, "maximum wait in seconds for a judge server that does not respond", Range(0, 10**6)
+        600.0,
+        "maximum wait in seconds for a judge server that does not respond or limits the rate of requests",
+        Range(0, 10**6),
     )
 
 

@@ -55,10 +55,10 @@ def capacity_warnings(
     found, responses = [], load.num_responses
     reply = responses * tokens_per_verdict
     if reply > max_tokens:
-        amount = "about" if tokens_per_verdict == TOKENS_PER_VERDICT else "without a JSON schema up to"
+        schema = ", set judge.options.response_format=json_schema" if tokens_per_verdict > TOKENS_PER_VERDICT else ""
         found.append(
-            f"The judge's reply for {responses} responses takes {amount} {reply} tokens, which exceeds "
-            f"judge.options.max_tokens={max_tokens}; raise it, or lower the number of generations per prompt."
+            f"The judge's reply for {responses} responses takes about {reply} tokens, which exceeds "
+            f"judge.options.max_tokens={max_tokens}; raise it{schema}, or lower the number of generations per prompt."
         )
     longest = min(load.response_tokens, math.ceil(max_response_chars / CHARS_PER_TOKEN))
     texts = load.prompt_tokens + responses * longest + (1 + responses) * TOKENS_PER_FRAME

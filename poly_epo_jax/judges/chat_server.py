@@ -78,7 +78,7 @@ class ChatServer:
         """Sends a request, and returns the body of a successful response.
 
         If the server is unreachable or limits the rate of requests, the request is repeated for at most
-        `judge.wait_seconds`. All requests share one wait for an unreachable server.
+        `judge.wait_seconds`. All requests share one wait for an unreachable server, because it accepts none of them.
 
         Args:
           client: Client from `open_client`.
@@ -90,7 +90,8 @@ class ChatServer:
           ReplyError: If the request fails. Its kind is "unreachable", "limited", "unavailable", "refused" or
             "malformed", see `LLMJudge`.
         """
-        limited_since, failures = None, 0
+        limited_since: float | None = None
+        failures = 0
         while True:
             try:
                 response = await client.request(method, f"{self._api}{path}", json=payload, headers=self._headers())

@@ -45,7 +45,7 @@ class LLMJudge:
       send_seed: Whether requests contain a seed. Without a seed and with temperature 0, invalid replies are not
         requested again.
       max_tokens: Maximum number of tokens of a reply. Each response takes about 50 tokens, for a rationale of 120
-        characters and the JSON around it, and up to 512 without a JSON schema.
+        characters and the JSON around it, or 512 without a JSON schema.
       max_tokens_key: Name of this limit in requests. Reasoning models of OpenAI require max_completion_tokens.
       attempts: Maximum number of requests per prompt, including the first.
       response_format: Constraint on the format of the reply: a JSON schema, any JSON object, or none.

@@ -205,7 +205,8 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "judge/failed/*": LoggedMetric(
             "Judge failures by kind",
             "Number of the step's prompts on which the judge failed in this way.",
-            "`truncated`: increase the option `max_tokens` of the judge. `refused`: prompts may be too long.",
+            "`truncated`: increase the option `max_tokens` of the judge. `refused`: prompts may be too long. "
+            "`limited`: lower `judge.max_concurrent`.",
         ),
         "judge/skipped_updates": LoggedMetric(
             "Skipped updates",

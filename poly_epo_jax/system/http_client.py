@@ -60,7 +60,7 @@ class _BoundedTransport(httpx.AsyncBaseTransport):
             async with asyncio.timeout(self._seconds):
                 response = await self._transport.handle_async_request(request)
                 try:
-                    kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
+                    kept = [header for header in response.headers.raw if header[0].lower() == b"retry-after"]
                     return httpx.Response(response.status_code, headers=kept, content=await self._read(response))
                 finally:
                     await response.aclose()

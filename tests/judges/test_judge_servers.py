@@ -1,9 +1,10 @@
 """The language model judge with the request and response formats, limits and errors of common servers."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
-from email.utils import formatdate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import httpx
 import pytest
 from fakes import PROBLEMS, ByLetter, group
 from test_judge_reply import FENCE, completion
+from tiny_training import train_tiny
+from training_runs import rows_of
 
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges import chat_server, judge_identity
@@ -237,25 +240,6 @@ def test_a_rate_limit_ends_after_the_maximum_wait(
     assert server.seconds == seconds
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [("20", 20), ("0.5", 0.5), ("", 0), ("-1", 0), ("nan", 0), ("soon", 0), ("9" * 400, 0), ("\u0663", 0)],
-)
-def test_the_requested_delay_is_read_from_the_header(value: str, seconds: float):
-    response = httpx.Response(429, headers={"Retry-After": value.encode()})
-    assert http_client.retry_after_seconds(response) == seconds
-
-
-def test_the_requested_delay_can_be_a_date():
-    def seconds(timestamp: float) -> float:
-        header = {"Retry-After": formatdate(timestamp, usegmt=True)}
-        return http_client.retry_after_seconds(httpx.Response(429, headers=header))
-
-    now = http_client.time.time()
-    assert 3598 <= seconds(now + 3600) <= 3600
-    assert seconds(now - 3600) == 0
-
-
 def test_an_invalid_reply_is_not_requested_again_without_randomness(serve: Callable[..., Server], capsys):
     server, judge = serve(lambda body: completion("no")), make_judge(**AUTHORS)
     for _ in range(2):
@@ -296,3 +280,24 @@ def test_the_rubric_names_the_entries_of_the_reply(serve: Callable[..., Server],
     assert server.bodies[1]["messages"][0]["content"].startswith(f"{expected}\n\nCode: ")
     with pytest.raises(ValueError, match="rationale_key='cluster' must differ"):
         make_judge(rationale_key="cluster")
+
+
+@pytest.mark.slow
+def test_a_run_trains_with_a_server_that_limits_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every second request is limited, and one prompt of each step is refused."""
+    count = itertools.count()
+
+    def reply(body: dict[str, Any]) -> httpx.Response | bytes:
+        if next(count) % 2 == 0:
+            return httpx.Response(200, json={"error": {"code": 429}}, headers={"Retry-After": "0.01"})
+        if "\nq:\n" in body["messages"][1]["content"]:
+            return error(400, message="Prompt too long")
+        names = body["response_format"]["json_schema"]["schema"]["required"]
+        return completion(json.dumps({name: {"rationale": "Macro: a", "cluster": int(name)} for name in names}))
+
+    monkeypatch.setattr(http_client, "open_transport", lambda proxy: httpx.MockTransport(Server(reply)))
+    changes = {"eval.every": 0, "judge.on_failure": "distinct"}
+    train_tiny(tmp_path, judge=make_judge(), changes=changes)
+    rows = rows_of(tmp_path)
+    assert [(row["judge/failed_prompts"], row["judge/failed/refused"]) for row in rows] == [(1, 1), (1, 1)]
+    assert all(row["judge/retries"] == 3 and row["judge/skipped_updates"] == 0 for row in rows)

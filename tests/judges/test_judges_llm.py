@@ -409,8 +409,13 @@ SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
         (JudgeLoad(8, 100, 1000), 8_192, {"context_tokens": 16_384}, []),
         (JudgeLoad(8, 100, 1000), 8_192, {"model": "listed"}, ["context of 8192"]),
         (JudgeLoad(8, 100, 1000), 8_192, {"model": "another"}, []),
-        (JudgeLoad(8, 9, 9), 65_536, {"response_format": "json_object"}, ["without a JSON schema up to 4096 .*=1024"]),
-        (JudgeLoad(8, 9, 9), 65_536, {"response_format": "none", "max_tokens": 4095}, ["up to 4096 .*=4095"]),
+        (
+            JudgeLoad(8, 9, 9),
+            65_536,
+            {"response_format": "json_object"},
+            ["about 4096 .*=1024; raise it, set .*=json_schema"],
+        ),
+        (JudgeLoad(8, 9, 9), 65_536, {"response_format": "none", "max_tokens": 4095}, ["about 4096 .*=4095"]),
         (JudgeLoad(8, 9, 9), 65_536, {"response_format": "none", "max_tokens": 4096}, []),
     ],
 )

@@ -204,6 +204,8 @@ def lies_about_http() -> tuple[Lie, ...]:
         _sent("chunks that are none", CHUNKED, b"zz\r\n{}\r\n0\r\n\r\n"),
         _sent("a chunk too long", CHUNKED, b"ffffffffffffffff\r\n{}"),
         _sent("chunks that break off", CHUNKED, b"2\r\n{}\r\n"),
+        *(_sent(f"delay {delay!r}", _body(b"busy", b"Retry-After: " + delay, status=b"429 no"))
+          for delay in (b"", b"-1", b"nan", b"9" * 1000, b"Fri, 99 Nov 99999 99:99:99 GMT", b"\xff")),
         _sent("many cookies", _body(b"busy", *[b"Set-Cookie: a%d=b; Path=/" % i for i in range(500)])),
         _sent("endless headers", b"HTTP/1.1 200 OK\r\n", *[b"X: %s\r\n" % MEGABYTE] * 20),
         _sent("gzip bomb", _body(bomb, b"Content-Encoding: gzip")),

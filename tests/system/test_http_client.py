@@ -3,13 +3,23 @@
 import asyncio
 import contextlib
 import gzip
+import time
 from collections.abc import Sequence
+from email.utils import formatdate
 
 import httpx
 import pytest
 
 from poly_epo_jax.system import http_client
-from poly_epo_jax.system.http_client import InvalidResponseError, describe_error, field, open_client, quote, read_json
+from poly_epo_jax.system.http_client import (
+    InvalidResponseError,
+    describe_error,
+    field,
+    open_client,
+    quote,
+    read_json,
+    retry_after_seconds,
+)
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -65,6 +75,24 @@ def test_headers_do_not_affect_how_a_body_is_read():
     assert found.text == "\ufffd12" and not found.cookies
     with pytest.raises(InvalidResponseError, match="is not JSON"):
         read_json(found)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("20", 20), ("0.5", 0.5), ("", 0), ("-1", 0), ("nan", 0), ("soon", 0), ("9" * 400, 0), ("\xff", 0), ("\u0663", 0)],
+)
+def test_the_delay_that_a_server_requests_is_read(value: str, seconds: float):
+    found = fetch([HEAD + b"retry-AFTER: " + value.encode("utf-8") + b"\r\nContent-Length: 0\r\n\r\n"])
+    assert retry_after_seconds(found) == seconds
+
+
+def test_the_delay_that_a_server_requests_can_be_a_date():
+    def delay(timestamp: float) -> float:
+        header = formatdate(timestamp, usegmt=True).encode()
+        return retry_after_seconds(fetch([HEAD + b"Retry-After: " + header + b"\r\nContent-Length: 0\r\n\r\n"]))
+
+    assert 3500 < delay(time.time() + 3600) <= 3600
+    assert delay(time.time() - 3600) == 0
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 10**5, b"1" * 10**5, b"\xff\xfe"])
