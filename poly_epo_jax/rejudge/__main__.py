@@ -59,11 +59,11 @@ from poly_epo_jax.rejudge.results import (
 from poly_epo_jax.rejudge.sheets import SHEET, read_sheet, write_sheet
 from poly_epo_jax.startup.command_line import KEY, config_parser, run_command, with_overrides
 from poly_epo_jax.startup.prepare import check_writable
-from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, make_task
+from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, make_task, refuse_passwords
 from poly_epo_jax.step.advantages import make_estimator
 from poly_epo_jax.system.digests import json_digest, option_digests
 from poly_epo_jax.system.file_lock import lock_file
-from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.json_files import Row, write_json
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.types import Judge, JudgeLoad, Task
 
@@ -81,31 +81,29 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
       ValueError, OSError: If an input or flag is invalid, or a server fails. Completed clusterings are kept on disk.
     """
     _check_flags(flags)
-    sections = judge_configs(config, flags.judge)
+    configs = judge_configs(config, flags.judge)
     groups = read_inputs(flags.inputs, flags.max_problems)
     reference = None if flags.reference is None else read_sheet(flags.reference, groups)
     advantages = advantages_of(config, groups)
     task: Task = RecordedTask([group.problem for group in groups])
-    if any(JUDGES[one.judge.name].task is not Task for one in sections.values()):
+    if any(JUDGES[one.judge.name].task is not Task for one in configs.values()):
         task = make_task(config.task)
         groups = with_answers(groups, task)
+    longest = max(len(group.responses) for group in groups)
+    opened = {label: make_judge(one.judge, task) for label, one in configs.items()}
+    for one in configs.values():
+        check_judge_limit(one.judge, "The number of responses", longest)
+    about = {label: _describe(configs[label], judge, groups) for label, judge in opened.items()}
     wanted = variants(flags.num_seeds, flags.num_orders)
     rows, judges = {}, {}
     with lock_file(flags.output / LOCK, f"the comparison {flags.output}"):
-        for label, one in sections.items():
+        for label, judge in opened.items():
             folder = flags.output / label
-            about = _judge(folder, one, make_judge(one.judge, task), groups, wanted)
+            open_folder(folder, about[label])
+            _request(folder, judge, groups, wanted, configs[label].judge.max_concurrent)
             found = read_clusterings(folder)
-            rows[label] = found[FIRST]
-            judges[label] = about | judge_results(found, wanted)
-            if not (unanswered := [row for row in rows[label].values() if row["failure"] in REQUESTED_AGAIN]):
-                write_sheet(folder / SHEET, groups, rows[label])
-            else:
-                print(
-                    f"Warning: Judge {label} did not reply for {len(unanswered)} problems, for example: "
-                    f"{unanswered[0]['reason']} Rerun the command to request them again.",
-                    file=sys.stderr,
-                )
+            rows[label], judges[label] = found[FIRST], about[label] | judge_results(found, wanted)
+            _write_sheet(folder, groups, rows[label])
         judged = {label: clusters_in(of_judge) for label, of_judge in rows.items()}
         if recorded := {group.name: np.array(group.clusters) for group in groups if group.clusters is not None}:
             judged[RECORDED] = recorded
@@ -113,11 +111,11 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
         results = {"num_problems": len(groups), "method": method, "judges": judges}
         results |= compare(judged, reference, advantages)
         write_json(flags.output / RESULTS, results)
-        timings = {label: timing_summary(flags.output / label) for label in sections}
+        timings = {label: timing_summary(flags.output / label) for label in configs}
         shown = judged if reference is None else judged | {REFERENCE: reference}
         write_page(flags.output / "report.html", results, timings, groups, shown, rows)
-    for shown_table in _tables(results):
-        Console().print(shown_table)
+    for table in _tables(results):
+        Console().print(table)
     print(f"report: {flags.output / 'report.html'}")
 
 
@@ -150,30 +148,43 @@ def judge_configs(config: Config, judges: Sequence[str]) -> dict[str, Config]:
     return found
 
 
-def _judge(
-    folder: Path, config: Config, judge: Judge, groups: Sequence[RecordedGroup], wanted: Sequence[Variant]
-) -> dict[str, Any]:
-    """Requests the missing clusterings of a judge, and returns its settings and digests."""
-    section, longest = config.judge, max(len(group.responses) for group in groups)
-    check_judge_limit(section, "The number of responses", longest)
-    identity = asyncio.run(judge_identity(judge))
+def _describe(config: Config, judge: Judge, groups: Sequence[RecordedGroup]) -> dict[str, Any]:
+    """Waits for the server of a judge, and returns the content of about.json."""
+    section, identity = config.judge, asyncio.run(judge_identity(judge))
     problems = json_digest([(group.name, group.problem.prompt, group.responses) for group in groups])
-    about = {
+    return {
         "judge": {"name": section.name, "model": section.model, "options": dict(section.options)},
         "digests": {**option_digests("judge.options", section.options), **identity, "problems": problems},
     }
-    open_folder(folder, about)
+
+
+def _request(
+    folder: Path, judge: Judge, groups: Sequence[RecordedGroup], wanted: Sequence[Variant], max_concurrent: int
+) -> None:
+    """Requests the missing clusterings of a judge."""
     prompts = [group.problem.prompt for group in groups]
     responses = [response for group in groups for response in group.responses]
     tokens = [math.ceil(max(map(len, texts)) / CHARS_PER_TOKEN) for texts in (prompts, responses)]
 
     async def work(show: Callable[[int], None]) -> None:
-        await warn_capacity(judge, JudgeLoad(longest, *tokens))
-        await judge_groups(folder, judge, groups, wanted, section.max_concurrent, show)
+        await warn_capacity(judge, JudgeLoad(max(len(group.responses) for group in groups), *tokens))
+        await judge_groups(folder, judge, groups, wanted, max_concurrent, show)
 
     with progress_bar(f"{folder.name}: requests", len(groups) * len(wanted)) as show:
         asyncio.run(work(show))
-    return about
+
+
+def _write_sheet(folder: Path, groups: Sequence[RecordedGroup], rows: Mapping[str, Row]) -> None:
+    """Writes the cluster sheet of a judge, unless the command must be rerun for missing replies."""
+    unanswered = [row for row in rows.values() if row["failure"] in REQUESTED_AGAIN]
+    if not unanswered:
+        write_sheet(folder / SHEET, groups, rows)
+        return
+    print(
+        f"Warning: The judge {folder.name} did not reply for {len(unanswered)} problems, for example: "
+        f"{unanswered[0]['reason']} Rerun the command to request them again.",
+        file=sys.stderr,
+    )
 
 
 def _tables(results: Mapping[str, Any]) -> list[Table]:
@@ -195,6 +206,7 @@ def _tables(results: Mapping[str, Any]) -> list[Table]:
 def _check_flags(flags: argparse.Namespace) -> None:
     if not flags.inputs:
         raise ConfigError("The input is missing; specify a run folder, an evaluated model or a file.")
+    refuse_passwords({"--judge": flags.judge})  # must run before any error message that contains a judge
     for name, limit in (("num_seeds", 1), ("num_orders", 1), ("max_problems", 0)):
         validate(getattr(flags, name), f"--{name}", Range(limit, 10**6))
     check_writable("--output", flags.output)

@@ -114,8 +114,8 @@ def with_answers(groups: Sequence[RecordedGroup], task: Task) -> list[RecordedGr
     for group in groups:
         problem = group.problem
         if not problem.answer:
-            problem = known.get(problem.id, problem)
-            if not problem.answer or problem.prompt != group.problem.prompt:
+            problem = known.get(problem.id)
+            if problem is None or problem.prompt != group.problem.prompt:
                 raise ConfigError(
                     f"The task of --config does not contain the problem {group.problem.id!r} of {group.name!r}; use "
                     "the configuration of the run, or a judge that does not require the task."

@@ -148,7 +148,7 @@ def timing_summary(folder: Path) -> dict[str, float]:
     rows = list(read_rows(folder / TIMING, {"seconds": int | float}))
     counters = sorted({name for row in rows for name in row} - {"problem", "seed", "order", "seconds"})
     sums = {name: float(sum(row.get(name, 0) for row in rows)) for name in ("seconds", *counters)}
-    return {"requests": len(rows), **sums, "seconds": sums["seconds"] / max(len(rows), 1)}
+    return {"requests": float(len(rows)), **sums, "seconds": sums["seconds"] / max(len(rows), 1)}
 
 
 async def _clustering(judge: Judge, group: RecordedGroup, variant: Variant) -> Row:

@@ -24,8 +24,8 @@ RECORDED, REFERENCE = "recorded", "reference"
 """Labels of the clusters in the input, and of the clusters in the sheet of --reference."""
 ZERO = 1e-6  # advantages up to this value count as 0, because the estimators compute in float32
 
-Clusters = Mapping[str, Int[np.ndarray, " N"]]
-"""Cluster ids by name of the group."""
+Clusters = Mapping[str, np.ndarray]
+"""Cluster ids [N] by name of the group."""
 Rows = Mapping[Variant, Mapping[str, Row]]
 """Rows of clusterings.jsonl by variant and name of the group."""
 
@@ -197,7 +197,7 @@ def _rounded(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
 
 
 def _mean(
-    values: Sequence[float], interval: Callable[..., tuple[np.ndarray, np.ndarray]] = bootstrap_interval
+    values: Sequence[Any], interval: Callable[..., tuple[np.ndarray, np.ndarray]] = bootstrap_interval
 ) -> dict[str, float | int | None] | None:
     """Returns "mean", "low" and "high" (bounds of the 95% interval over problems) and "num_problems".
 

@@ -112,9 +112,6 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
     """Returns the flags, and the configuration of --config (by default, the default configuration) with overrides."""
     overrides = [argument for argument in arguments if argument.startswith(KEY)]
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"{override} has no value; write {override}=VALUE.")
     flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
     if unknown:
         raise ConfigError(unknown_argument(unknown[0], parser))
@@ -141,6 +138,8 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
 def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
     with config.unlocked(), config.ignore_type():
         for override in overrides:
+            if "=" not in override:
+                raise ConfigError(f"{override} has no value; write {override}=VALUE.")
             _set(config, override)
 
 
