@@ -39,7 +39,7 @@ CLUSTERING: Columns = {
 }
 """Columns of clusterings.jsonl. Problem, seed and order together identify a row."""
 
-REQUESTED_AGAIN = ("unreachable", "unavailable")
+REQUESTED_AGAIN = ("unreachable", "unavailable", "limited")
 """Kinds of failures without a reply, which say nothing about the judge. A rerun of the command requests them again."""
 
 

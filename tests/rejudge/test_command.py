@@ -52,7 +52,10 @@ def generation(problem: Problem, index: int, response: str, step: int, cluster: 
 
 def write_run(folder: Path, task: PolynomialTask, clusters: Sequence[int | None]) -> Path:
     """Writes a run that logged six responses to the same problem at two steps."""
-    problem, texts = task.train_problems[0], ("(0,1)", "(0,1)", "(1,2)", "nonsense", "nonsense", "(1,2)")
+    problem, texts = (
+        task.train_problems[0],
+        ("(x=0,y=1)", "(x=0,y=1)", "(x=1,y=2)", "nonsense", "nonsense", "(x=1,y=2)"),
+    )
     rows = [
         generation(problem, index, texts[index], step, clusters[index])
         for step in (3, 10)
@@ -142,7 +145,7 @@ def test_problems_are_spread_over_all_inputs(tmp_path: Path):
     names = [group.name for group in read_inputs([str(first), str(second)])]
     assert len(names) == 7 == len({*names}) and names[0] == f"{first}: row 1" and "step 10, " in names[-1]
     assert [group.name for group in read_inputs([str(first), str(second)], 3)] == [names[0], names[3], names[6]]
-    assert read_inputs([str(second)])[0].responses[:3] == ("(0,1)", "(0,1)", "(1,2)")
+    assert read_inputs([str(second)])[0].responses[:3] == ("(x=0,y=1)", "(x=0,y=1)", "(x=1,y=2)")
     assert read_inputs([str(second)])[0].clusters is None
 
 
