@@ -51,7 +51,7 @@ class RecordedGroup:
         return Group(self.problem, empty, generations)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class RecordedTask:
     """The task of judges that only read the texts of responses.
 
