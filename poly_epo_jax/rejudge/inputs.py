@@ -86,7 +86,7 @@ def read_inputs(inputs: Sequence[str], max_problems: int = 0) -> list[RecordedGr
     """
     groups = []
     for source in inputs:
-        prefix = f"{source}: " if len(inputs) > 1 else ""
+        prefix = f"{source.rstrip('/')}: " if len(inputs) > 1 else ""
         groups += [dataclasses.replace(group, name=prefix + group.name) for group in _read_input(source)]
     names = Counter(group.name for group in groups)
     if repeated := [name for name, count in names.items() if count > 1]:

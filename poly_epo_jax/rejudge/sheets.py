@@ -5,6 +5,7 @@ corrected sheet. Texts of models are untrusted: a text that a spreadsheet would 
 """
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.rejudge.inputs import RecordedGroup
-from poly_epo_jax.system.json_files import Row
+from poly_epo_jax.system.json_files import Row, replace_file
 from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -31,15 +32,16 @@ def write_sheet(path: Path, groups: Sequence[RecordedGroup], rows: Mapping[str, 
     """
     if path.exists():
         return
-    with path.open("w", encoding="utf-8-sig", newline="") as file:  # spreadsheets recognize UTF-8 by its signature
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for group in groups:
-            row, nothing = rows[group.name], [""] * len(group.responses)
-            columns = row["clusters"] or nothing, row["rationales"] or nothing, group.responses
-            for number, (cluster, rationale, text) in enumerate(zip(*columns, strict=True), start=1):
-                prompt = group.problem.prompt if number == 1 else ""
-                writer.writerow([_cell(group.name), number, cluster, _cell(rationale), _cell(text), _cell(prompt)])
+    sheet = io.StringIO(newline="")
+    writer = csv.writer(sheet)
+    writer.writerow(COLUMNS)
+    for group in groups:
+        row, nothing = rows[group.name], [""] * len(group.responses)
+        columns = row["clusters"] or nothing, row["rationales"] or nothing, group.responses
+        for number, (cluster, rationale, text) in enumerate(zip(*columns, strict=True), start=1):
+            prompt = group.problem.prompt if number == 1 else ""
+            writer.writerow([_cell(group.name), number, cluster, _cell(rationale), _cell(text), _cell(prompt)])
+    replace_file(path, [sheet.getvalue().encode("utf-8-sig")])  # spreadsheets recognize UTF-8 by its signature
 
 
 def read_sheet(path: Path, groups: Sequence[RecordedGroup]) -> dict[str, np.ndarray]:
