@@ -36,7 +36,7 @@ def open_folder(folder: Path, about: dict[str, Any]) -> None:
       about: Description of the evaluation, see `about_evaluation`.
 
     Raises:
-      ValueError: If the folder contains generations with another description.
+      ValueError: If the folder contains results with another description.
     """
     file = folder / ABOUT
     if file.exists():
@@ -44,7 +44,7 @@ def open_folder(folder: Path, about: dict[str, Any]) -> None:
         if changed:
             names = dict.fromkeys(key.removeprefix("digests.") for key in changed)
             raise ValueError(
-                f"{folder} contains generations with different values of {', '.join(names)}; restore them, choose "
+                f"{folder} contains results with different values of {', '.join(names)}; restore them, choose "
                 "another --output, or delete the folder."
             )
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ which `bound` makes JSON-serializable: {"model", "part", "file", "all_problems",
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,21 @@ def evaluation_collection(
         shown.add(row)
     collection = shown.collection(model, benchmark, folder / GENERATIONS) if shown.num_generations else None
     return collection, dict(sorted(rollouts.items()))
+
+
+def rows_collection(model: str, part: str, file: Path, rows: Iterable[Row]) -> Collection:
+    """Collects the generations of the first problems of given rows.
+
+    Args:
+      model: Label of the model, run or judge.
+      part: Label of the benchmark, step or input.
+      file: File that contains all generations.
+      rows: Rows with the columns of `GENERATION`.
+    """
+    shown = _Collector()
+    for row in rows:
+        shown.add(row)
+    return shown.collection(model, part, file)
 
 
 def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Collection], Bounds]:

@@ -112,17 +112,35 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
     """Returns the flags, and the configuration of --config (by default, the default configuration) with overrides."""
     overrides = [argument for argument in arguments if argument.startswith(KEY)]
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"{override} has no value; write {override}=VALUE.")
     flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
     if unknown:
         raise ConfigError(unknown_argument(unknown[0], parser))
     config = load_config(flags.config)
+    _override(config, overrides)
+    return flags, config
+
+
+def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """Returns a configuration with further overrides, which are parsed and validated like those of the command line.
+
+    Args:
+      config: The configuration.
+      overrides: Arguments of the form --config.KEY=VALUE.
+
+    Raises:
+      ConfigError: If a key or value is invalid.
+    """
+    values = ConfigDict(config.to_dict())
+    _override(values, overrides)
+    return read_config(values, training=False)
+
+
+def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
     with config.unlocked(), config.ignore_type():
         for override in overrides:
+            if "=" not in override:
+                raise ConfigError(f"{override} has no value; write {override}=VALUE.")
             _set(config, override)
-    return flags, config
 
 
 def _set(config: ConfigDict, override: str) -> None:

@@ -99,6 +99,8 @@ RULES = (
     Rule("pytest", elsewhere="runs this test"),
     Rule("poly-epo explain", says="+0.098"),
     Rule("poly-epo recipes", says="polynomial"),
+    Rule("poly-epo rejudge responses.jsonl", elsewhere="tests/rejudge/test_command.py, without language models"),
+    Rule("poly-epo rejudge runs/polynomial-poly_epo", says="report: runs/rejudge/report.html"),
     Rule("poly-epo report", says="report.html"),
     Rule("poly-epo train --config=polynomial", SMALL, says="Done: runs/polynomial-poly_epo"),
     Rule("poly-epo train --config=polynomial:grpo", SMALL, says="Done: runs/polynomial-grpo"),

@@ -35,6 +35,7 @@ LAYERS = (
     "fit_base",
     "evaluate",
     "report",
+    "rejudge",
     "export",
     "bench",
     "doctor",

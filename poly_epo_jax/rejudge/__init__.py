@@ -1,0 +1,1 @@
+"""Clusters recorded responses again with one or several judges, and compares the clusterings."""

@@ -1,0 +1,210 @@
+"""Compares the clusterings of judges: validity, agreement, stability, and their effect on the advantages."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.stats import rankdata
+
+from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.metrics.agreement import adjusted_rand_index, degenerate_as_singletons, v_measure
+from poly_epo_jax.metrics.intervals import bootstrap_interval, fraction_interval
+from poly_epo_jax.rejudge.inputs import RecordedGroup
+from poly_epo_jax.rejudge.judge_groups import CLUSTERING, CLUSTERINGS, FIRST, Variant
+from poly_epo_jax.step.advantages import make_advantages, make_estimator
+from poly_epo_jax.system.json_files import Row, read_rows
+from poly_epo_jax.types import DEGENERATE_CLUSTER
+
+RESULTS = "results.json"
+RECORDED, REFERENCE = "recorded", "reference"
+"""Labels of the clusters in the input, and of the clusters in the sheet of --reference."""
+ZERO = 1e-6  # advantages up to this value count as 0, because the estimators compute in float32
+
+Clusters = Mapping[str, np.ndarray]
+"""Cluster ids [N] by name of the group."""
+Rows = Mapping[Variant, Mapping[str, Row]]
+"""Rows of clusterings.jsonl by variant and name of the group."""
+
+
+def read_clusterings(folder: Path) -> Rows:
+    """Reads clusterings.jsonl in the folder of a judge.
+
+    Raises:
+      ValueError: If a row is corrupted.
+    """
+    found: dict[Variant, dict[str, Row]] = {}
+    for row in read_rows(folder / CLUSTERINGS, CLUSTERING):
+        found.setdefault(Variant(row["seed"], row["order"]), {})[row["problem"]] = row
+    return found
+
+
+def clusters_in(rows: Mapping[str, Row]) -> dict[str, np.ndarray]:
+    """Returns the cluster ids of the groups on which the judge did not fail."""
+    return {name: np.array(row["clusters"], int) for name, row in rows.items() if row["clusters"] is not None}
+
+
+def advantages_of(config: Config, groups: Sequence[RecordedGroup]) -> Callable[[str, np.ndarray], np.ndarray] | None:
+    """Returns a function of the name of a group and its cluster ids [N] that returns the advantages [N].
+
+    Returns None, and prints the reason, if the method does not read clusters, or reads values that are not recorded.
+
+    Raises:
+      ConfigError: If a problem does not have enough responses for the method.
+    """
+    estimator = make_estimator(config.algo)
+    if "clusters" not in estimator.reads or not {*estimator.reads} <= {"clusters", "rewards"}:
+        print(f"Advantages are not compared, because {estimator.title} reads {', '.join(estimator.reads)}.")
+        return None
+    smallest = min(groups, key=lambda group: len(group.responses))
+    minimum = max(estimator.min_generations, config.algo.set_size + 1)
+    if len(smallest.responses) < minimum:
+        raise ConfigError(
+            f"{estimator.title} with algo.set_size={config.algo.set_size} requires {minimum} responses, but "
+            f"{smallest.name!r} has {len(smallest.responses)}; lower algo.set_size, or leave out this problem."
+        )
+    compiled = make_advantages(config.algo, config.seed)
+    places = {group.name: place for place, group in enumerate(groups)}
+
+    def advantages(name: str, ids: np.ndarray) -> np.ndarray:
+        rewards = np.array([groups[places[name]].rewards], np.float32)
+        return compiled(places[name], {"rewards": rewards, "clusters": ids[None].astype(np.int32)})[0]
+
+    return advantages
+
+
+def judge_results(rows: Rows, wanted: Sequence[Variant]) -> dict[str, Any]:
+    """Computes the results of a judge.
+
+    Args:
+      rows: Clusterings of the judge.
+      wanted: Variants that are compared. The first is `FIRST`.
+
+    Returns:
+      "num_problems", "failures" (numbers of failed requests of the first variant by kind), and means over problems,
+      see `_mean`: "valid" (fraction of problems with a valid clustering), "degenerate" (fraction of degenerate
+      responses), "clusters" (number of distinct clusters, without the degenerate one), "seed_agreement" (adjusted Rand
+      index with the clusterings of other seeds) and "order_sensitivity" (1 minus the adjusted Rand index with the
+      clusterings of other orders). The last two are None without other seeds or orders.
+    """
+    first = rows[FIRST]
+    clusters = clusters_in(first)
+    degenerate = [ids == DEGENERATE_CLUSTER for ids in clusters.values()]
+    distinct = [len({*ids.tolist()} - {DEGENERATE_CLUSTER}) for ids in clusters.values()]
+    failures = Counter(row["failure"] for row in first.values() if row["failure"])
+    others = {variant: clusters_in(rows[variant]) for variant in wanted if variant != FIRST}
+    by_seed = _agreements(clusters, [found for variant, found in others.items() if variant.seed])
+    by_order = _agreements(clusters, [found for variant, found in others.items() if variant.order])
+    return {
+        "num_problems": len(first),
+        "failures": dict(sorted(failures.items())),
+        "valid": _mean([name in clusters for name in first], fraction_interval),
+        "degenerate": _mean([is_degenerate.mean() for is_degenerate in degenerate], fraction_interval),
+        "clusters": _mean(distinct),
+        "seed_agreement": _mean(by_seed),
+        "order_sensitivity": _mean([1 - value for value in by_order]),
+    }
+
+
+def pair_results(
+    first: Clusters,
+    second: Clusters,
+    names: Sequence[str],
+    advantages: Callable[[str, Int[np.ndarray, " N"]], Float[np.ndarray, " N"]] | None,
+) -> dict[str, Any]:
+    """Compares two clusterings of the same groups.
+
+    Args:
+      first: Clusters of the first judge.
+      second: Clusters of the second judge.
+      names: Names of the groups that are compared.
+      advantages: Function that maps the name of a group and cluster ids [N] to advantages [N]. If None, advantages are
+        not compared.
+
+    Returns:
+      "num_problems", and means over problems, see `_mean`: "adjusted_rand_index" and "v_measure", with each degenerate
+      response as its own cluster, "rank_correlation" (Spearman) of the advantages, over the problems whose advantages
+      differ between responses with both clusterings, and "sign_changes" (fraction of responses whose advantage has
+      another sign).
+    """
+    pairs = [(degenerate_as_singletons(first[name]), degenerate_as_singletons(second[name])) for name in names]
+    found: dict[str, Any] = {
+        "num_problems": len(names),
+        "adjusted_rand_index": _mean([adjusted_rand_index(*pair) for pair in pairs]),
+        "v_measure": _mean([v_measure(*pair) for pair in pairs], fraction_interval),
+    }
+    if advantages is None:
+        return found
+    correlations, changes = [], []
+    for name in names:
+        left, right = (_rounded(advantages(name, judged[name])) for judged in (first, second))
+        changes.append((np.sign(left) != np.sign(right)).mean())
+        if np.ptp(left) and np.ptp(right):
+            correlations.append(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
+    return found | {
+        "rank_correlation": _mean(correlations),
+        "sign_changes": _mean(changes, fraction_interval),
+    }
+
+
+def compare(
+    judged: Mapping[str, Clusters],
+    reference: Clusters | None,
+    advantages: Callable[[str, Int[np.ndarray, " N"]], Float[np.ndarray, " N"]] | None,
+) -> dict[str, Any]:
+    """Compares all pairs of judges, and each judge with the reference.
+
+    Args:
+      judged: Clusters by label of the judge.
+      reference: Clusters of a person, or None.
+      advantages: See `pair_results`.
+
+    Returns:
+      "num_shared": number of problems with a valid clustering of all judges, which all pairs of judges compare.
+      "pairs": results of each pair with the labels "first" and "second". "reference" compares the shared problems that
+      have a reference.
+    """
+    shared = [name for name in next(iter(judged.values())) if all(name in clusters for clusters in judged.values())]
+    pairs = [
+        {"first": first, "second": second, **pair_results(judged[first], judged[second], shared, advantages)}
+        for first, second in combinations(judged, 2)
+    ]
+    if reference is not None:
+        names = [name for name in shared if name in reference]
+        pairs += [
+            {"first": label, "second": REFERENCE, **pair_results(clusters, reference, names, advantages)}
+            for label, clusters in judged.items()
+        ]
+    return {"num_shared": len(shared), "pairs": pairs}
+
+
+def _agreements(clusters: Clusters, others: Sequence[Clusters]) -> list[float]:
+    """Returns the mean adjusted Rand index of each problem over other clusterings, without failed ones."""
+    found = []
+    for name, ids in clusters.items():
+        singletons = degenerate_as_singletons(ids)
+        values = [adjusted_rand_index(singletons, degenerate_as_singletons(one[name])) for one in others if name in one]
+        if values:
+            found.append(float(np.mean(values)))
+    return found
+
+
+def _rounded(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+    return np.where(np.abs(values) <= ZERO, 0, np.round(values.astype(float), 6))
+
+
+def _mean(
+    values: Sequence[Any], interval: Callable[..., tuple[np.ndarray, np.ndarray]] = bootstrap_interval
+) -> dict[str, float | int | None] | None:
+    """Returns "mean", "low" and "high" (bounds of the 95% interval over problems) and "num_problems".
+
+    Returns None without values. The bounds are None if there is only one value.
+    """
+    if not values:
+        return None
+    table = np.array(values, float)
+    low, high = map(float, interval(table)) if len(table) > 1 else (None, None)
+    return {"mean": float(table.mean()), "low": low, "high": high, "num_problems": len(table)}
