@@ -55,12 +55,14 @@ class WeightReference:
     Attributes:
       tensors: Hugging Face names of the tensors that are compared, keyed by the name of the servers: all tensors of the
         first and the last layer, embedding, final norm and head.
+      middle_layers: Numbers of the layers whose tensors are not compared.
       dtype: The least precise dtype of the matmuls of trainer and servers.
     """
 
     def __init__(self, model: Qwen3, mesh: Mesh, dtype: str):
         self._config, self._mesh, self._pushed_dtype = model.config, mesh, dtype
         self.tensors = compared_tensors(hf.tensor_names(model.config), model.config.num_layers)
+        self.middle_layers = range(1, model.config.num_layers - 1)
         # Accelerators compute float32 matmuls in a shorter type by default.
         dtypes = [model.config.dtype, dtype] if mesh.devices.flat[0].platform == "cpu" else ["bfloat16"]
         self.dtype = max(dtypes, key=lambda name: float(jax.numpy.finfo(name).eps))
@@ -71,11 +73,6 @@ class WeightReference:
             return token_logprobs(policy(tokens, positions, segment_ids), policy.head, targets, wanted)[0]
 
         self._forward = jax.jit(forward, compiler_options=compiler_options(mesh), out_shardings=replicated(mesh))
-
-    @property
-    def middle_layers(self) -> range:
-        """Numbers of the layers whose tensors are not compared."""
-        return range(1, self._config.num_layers - 1)
 
     def describe(self, params: Params) -> PushedWeights:
         """Returns the content of a push.
