@@ -27,7 +27,7 @@ from poly_epo_jax.system.http_client import InvalidResponseError, ServerError, o
 from poly_epo_jax.types import Request, Sampling
 
 URL = "http://a"
-UPDATE = ["pause", "collective_rpc", "update_weight_version", "reset_prefix_cache", "resume", "inference/v1/generate"]
+UPDATE = ["pause", "collective_rpc", "update_weight_version", "reset_prefix_cache", "resume"]
 REQUEST = Request("p", np.array([3, 4]), np.arange(2, dtype=np.uint32), 3)
 
 
@@ -186,7 +186,6 @@ def test_a_missing_folder_is_never_sent(server, monkeypatch, tmp_path):
         ),
         ("reset_prefix_cache", httpx.Response(200, json={"success": False}), "did not empty its prefix cache"),
         ("update_weight_version", httpx.Response(404, json={}), r"/update_weight_version failed \(404\)"),
-        ("inference/v1/generate", httpx.Response(200, json=completion("other", [5])), "generates with weights other"),
     ],
 )
 def test_a_failed_update_is_not_repeated(server, route, answer, message, monkeypatch, tmp_path):
@@ -196,6 +195,20 @@ def test_a_failed_update_is_not_repeated(server, route, answer, message, monkeyp
     with pytest.raises(ServerError, match=message):
         asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert server.calls == UPDATE[: UPDATE.index(route) + 1]
+
+
+def test_checksums_are_split_by_rank_and_quantized_servers_have_none(server, monkeypatch, tmp_path):
+    opened(server, monkeypatch, tmp_path)  # Replaces the HTTP transport.
+    digests = {"dp0:pp0:pcp0:tp0:norm": "ab", "dp0:pp0:pcp0:tp1:norm": "cd"}
+    server.answers["weight_checker"] = [httpx.Response(200, json={"checksums": digests})]
+
+    async def checksums() -> list[dict[str, str]] | None:
+        async with open_client(1.0) as client:
+            return await VLLM().checksums(client, URL, ())
+
+    assert asyncio.run(checksums()) == [{"norm": "ab"}, {"norm": "cd"}]
+    server.model["quantization"] = "fp8"
+    assert asyncio.run(checksums()) is None
 
 
 def test_an_interrupted_update_is_repeated(server, monkeypatch, tmp_path):
