@@ -64,7 +64,7 @@ def test_an_old_output_head_old_weights_and_a_stale_cache_are_detected(tmp_path,
         params = adam_step(params, 1)
         with monkeypatch.context() as patch:
             patch.setattr(VLLM, "load_folder", only_name)
-            with pytest.raises(ServerError, match=r"have the bytes of the trainer's tensors|those of weights \w+-1"):
+            with pytest.raises(ServerError, match="tensors have other bytes than the trainer's, such as"):
                 asyncio.run(sampler.push_weights(params, 2))
         with monkeypatch.context() as patch:
             patch.setattr(VLLM, "load_folder", keep_the_cache)
