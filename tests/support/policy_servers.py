@@ -64,7 +64,7 @@ class PolicyServers:
     def __init__(self, config: ModelConfig = MODEL):
         self.config = dataclasses.replace(config, dtype="bfloat16", param_dtype="bfloat16")
         initial = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), initial_params(config))
-        self.weights: dict[str, Params] = dict.fromkeys(URLS, initial)
+        self.weights: dict[str, Any] = dict.fromkeys(URLS, initial)
         self.heads = {url: self.weights[url]["embed"] for url in URLS}
         self.versions = dict.fromkeys(URLS, "default")
         self.caches: dict[str, dict[str, Any]] = {url: {} for url in URLS}
@@ -136,7 +136,7 @@ class PolicyServers:
         equal = [one == other for one, other in zip(cached_ids, prompt_ids[:-1], strict=False)]
         num_cached = int(np.argmin([*equal, False]))
         head = self.weights[url].get("untied_head", self.heads[url])
-        ids, logprobs = list(prompt_ids), []
+        ids, logprobs, keys_and_values = list(prompt_ids), [], None
         for _ in range(max_tokens):
             row = np.zeros(ROW, np.int32)
             row[: len(ids)] = ids

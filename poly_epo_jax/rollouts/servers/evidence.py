@@ -9,8 +9,8 @@ from poly_epo_jax.rollouts.servers.dialect import ServerCompletion
 from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights, changed_fraction
 
 MIN_CHANGED = 1e-3
-"""Fraction of changed entries from which on the log-probabilities of the probe must change. Fewer changes may vanish by
-rounding."""
+"""Minimum fraction of changed entries at which the log-probabilities of the probe must change. Fewer changes may vanish
+by rounding."""
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of zero bytes, which servers report for tensors that they store elsewhere."""
 MIN_DIGITS = 16

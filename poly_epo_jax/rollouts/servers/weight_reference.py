@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int, UInt8
 
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel.compiler_options import compiler_options
@@ -55,12 +55,16 @@ class WeightReference:
     Attributes:
       tensors: Hugging Face names of the tensors that are compared, keyed by the name of the servers: all tensors of the
         first and the last layer, embedding, final norm and head.
+      middle_layers: Numbers of the layers whose tensors are not compared.
       dtype: The least precise dtype of the matmuls of trainer and servers.
     """
 
     def __init__(self, model: Qwen3, mesh: Mesh, dtype: str):
         self._config, self._mesh, self._pushed_dtype = model.config, mesh, dtype
         self.tensors = compared_tensors(hf.tensor_names(model.config), model.config.num_layers)
+        weights = ARCHITECTURES[model.config.family].weights
+        self._padded = {weights[path].name for path in ("embed", "untied_head")}
+        self.middle_layers = range(1, model.config.num_layers - 1)
         # Accelerators compute float32 matmuls in a shorter type by default.
         dtypes = [model.config.dtype, dtype] if mesh.devices.flat[0].platform == "cpu" else ["bfloat16"]
         self.dtype = max(dtypes, key=lambda name: float(jax.numpy.finfo(name).eps))
@@ -72,11 +76,6 @@ class WeightReference:
 
         self._forward = jax.jit(forward, compiler_options=compiler_options(mesh), out_shardings=replicated(mesh))
 
-    @property
-    def middle_layers(self) -> range:
-        """Numbers of the layers whose tensors are not compared."""
-        return range(1, self._config.num_layers - 1)
-
     def describe(self, params: Params) -> PushedWeights:
         """Returns the content of a push.
 
@@ -86,11 +85,12 @@ class WeightReference:
         digests, entries = {}, []
         for name, parts in self.tensors.items():
             digest = hashlib.sha256()
-            for _, array in hf.exported_tensors(params, self._config, self._pushed_dtype, parts):
-                host = np.asarray(array)
-                words = np.ascontiguousarray(host).reshape(-1, 1).view(np.uint8)
+            for part, array in hf.exported_tensors(params, self._config, self._pushed_dtype, parts):
+                host = np.ascontiguousarray(array)
+                words = host.reshape(-1, 1).view(np.uint8)
                 digest.update(words.data)
-                digest.update(bytes(_padding(host.shape, self._config) * host.itemsize))
+                if part in self._padded:
+                    digest.update(bytes(-len(host) % VOCAB_MULTIPLE * host[0].nbytes))
                 entries.append(words[:: max(1, len(words) // SAMPLED_ENTRIES)])
             digests[name] = digest.hexdigest()
         return PushedWeights(digests, np.concatenate(entries))
@@ -152,9 +152,3 @@ def _server_name(name: str) -> str:
         for part in parts:
             name = name.replace(f".{part}.", f".{fused}.")
     return name
-
-
-def _padding(shape: Sequence[int], config: ModelConfig) -> int:
-    """Returns the number of zeros that servers append to a tensor, which is 0 except for embedding and head."""
-    is_vocabulary = len(shape) == 2 and shape[0] == config.vocab_size
-    return -shape[0] % VOCAB_MULTIPLE * shape[1] if is_vocabulary else 0
