@@ -21,7 +21,7 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.flops import gradient_passes
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model, init_params
+from poly_epo_jax.model.transformer import Transformer, abstract_model, init_params
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
@@ -169,7 +169,7 @@ def _decoding_cost(
 class _Update:
     """The three compiled programs of an update, measured on one microbatch that represents all microbatches."""
 
-    def __init__(self, config: Config, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
+    def __init__(self, config: Config, model: Transformer, mesh: Mesh, params: Params, workload: Workload):
         self._runs, self._num_devices, batch = workload.runs, mesh.size, workload.minibatches[0][0]
         update = make_update(config, model, mesh)
         self._programs: dict[str, tuple[Any, float]] = {}

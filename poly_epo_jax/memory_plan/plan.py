@@ -14,7 +14,7 @@ from poly_epo_jax.config.keys import Config, max_sequence_tokens
 from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_bytes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
+from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device

@@ -8,7 +8,8 @@ can add:
         LLAMA, class_name="MistralForCausalLM", unsupported=LLAMA.unsupported | {"sliding_window": bool}
     )
 
-A family with a different network also requires a new switch in ModelConfig, which qwen3.py and decoding.py implement.
+A family with a different network also requires a new weight in transformer.py or a new switch in ModelConfig, which
+layer.py implements.
 """
 
 import dataclasses

@@ -24,9 +24,9 @@ class ModelConfig:
       attention_bias: Whether query, key and value projections have biases, as in Qwen2.
       dtype: Type of activations and of weights in matmuls (compute type).
       param_dtype: Type of stored weights. Adapters are always float32.
-      remat: Key of qwen3.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
+      remat: Key of transformer.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
       scan_unroll: Layers per iteration of the layer scan. 0 selects all layers if there are at most
-        qwen3.MAX_UNROLLED_LAYERS, and otherwise 1.
+        transformer.MAX_UNROLLED_LAYERS, and otherwise 1.
       attention: Key of attention.IMPLEMENTATIONS, or "auto".
       max_sequence_tokens: Maximum number of tokens of a sequence in a packed row. 0 means that only the row length
         limits it. Some kernels do not visit keys beyond this distance.

@@ -1,12 +1,12 @@
-"""Prefill and single-token decoding with the network of qwen3.py, in a layout for matmuls with few tokens.
+"""Prefill and single-token decoding with the network of transformer.py.
 
-Decoding reads every weight once for a small number of tokens. In this case the matmul W x of a weight [out, in] and
-tokens as columns takes at most half the time of x W, which training uses. Activations are therefore [features, tokens]
-in this module. Each layer has separate arrays, because a slice of a stacked array would be copied before every matmul.
+Decoding reads every weight once for a small number of tokens. Each layer has separate arrays in the compute type,
+because a slice of a stacked array would be copied before every matmul. `run_layer` computes the layers, as in training.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.layer import make_rotation, rms_norm, run_layer
 from poly_epo_jax.model.lora import is_adapter, merge_adapter
-from poly_epo_jax.model.qwen3 import rms_norm
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
 
@@ -92,15 +92,15 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
 
     Returns:
       A dict with `head`, `norm`, `layers` (a list with a dict of weights for each layer) and, unless the head is tied,
-      `embed`. All weights have the compute type, and the matrices of layers are [out, in].
+      `embed`. All weights have the compute type, and the matrices of layers are [in, out].
     """
 
     def of_layer(name: str, weight: jax.Array) -> jax.Array:
         weight = weight.astype(config.dtype)
         if name in ("q", "k", "v"):
-            weight = weight.reshape(config.hidden_size, -1).T
-        elif name in ("o", "gate", "up", "down"):
-            weight = weight.reshape(-1, weight.shape[-1]).T
+            weight = weight.reshape(config.hidden_size, -1)
+        elif name == "o":
+            weight = weight.reshape(-1, config.hidden_size)
         return _constrain_weight(name, weight, "fsdp")
 
     stacks, embed = params["layers"], params["embed"].astype(config.dtype)
@@ -147,7 +147,27 @@ def _constrain_weight(name: str, weight: jax.Array, fsdp: str | None) -> jax.Arr
         return weight
     if name.endswith("_bias"):
         return constrain_sharding(weight, "tensor")
-    return constrain_sharding(weight, *((fsdp, "tensor") if name in ("o", "down") else ("tensor", fsdp)))
+    by_rows = name in ("o", "down", "head", "embed")
+    return constrain_sharding(weight, *(("tensor", fsdp) if by_rows else (fsdp, "tensor")))
+
+
+class _LayerWeights:
+    """Separate arrays of one layer, as `run_layer` reads them."""
+
+    def __init__(self, config: ModelConfig, own: Params):
+        self._config, self._own = config, own
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._own
+
+    def vector(self, name: str) -> jax.Array:
+        return self._own[name]
+
+    def project(self, x: Float[Array, "M ..."], name: str) -> Float[Array, "M ..."]:
+        y = x.reshape(len(x), -1) @ self._own[name]
+        if name in ("q", "k", "v"):
+            return y.reshape(len(x), -1, self._config.head_dim)
+        return constrain_sharding(y, ROWS) if name in ("o", "down") else y
 
 
 def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
@@ -165,7 +185,7 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
     rows, length = tokens.shape
     keys, values = [], []
 
-    def attend(q, k, v, layer):
+    def attend(layer, q, k, v):
         q, k, v = (x.reshape(rows, length, *x.shape[1:]) for x in (q, k, v))
         keys.append(k.transpose(0, 2, 3, 1))
         values.append(v.transpose(0, 2, 1, 3))
@@ -196,13 +216,13 @@ def decode(
     visible = jnp.arange(cache.length)[None] <= positions[:, None]
     keys, values = list(cache.k), list(cache.v)
 
-    def attend(q, k, v, layer):
+    def attend(layer, q, k, v):
         keys[layer] = keys[layer].at[rows, :, :, positions].set(k)
         values[layer] = values[layer].at[rows, :, positions].set(v)
         return cached_attention(q, keys[layer], values[layer], visible)
 
     x = _hidden_states(config, weights, tokens, positions, attend)
-    logits = jnp.matmul(weights["head"], x, preferred_element_type=jnp.float32)
+    logits = jnp.matmul(weights["head"], x.T, preferred_element_type=jnp.float32)
     return logits, KVCache(tuple(keys), tuple(values))
 
 
@@ -211,39 +231,16 @@ def _hidden_states(
     weights: Params,
     tokens: Int[Array, " M"],
     positions: Int[Array, " M"],
-    attend: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
-) -> Float[Array, "D M"]:
+    attend: Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array],
+) -> Float[Array, "M D"]:
     """Returns the final hidden states.
 
-    `attend(q, k, v, layer)` maps queries [M, num_heads, head_dim], and keys and values [M, num_kv_heads, head_dim], to
+    `attend(layer, q, k, v)` maps queries [M, num_heads, head_dim], and keys and values [M, num_kv_heads, head_dim], to
     an array of the shape of the queries.
     """
 
-    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return rms_norm(x.T, weight, config.norm_eps).T
-
-    # Rotary angles are computed once for all layers. Without the barrier, the compiler would compute their cosines and
-    # sines in every layer.
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
-    cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-
-    def rotate(x: jax.Array) -> jax.Array:
-        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-    def heads(w: Any, name: str, h: jax.Array) -> jax.Array:
-        # Without the barrier, the compiler would transpose the matmul into the slower form that this layout avoids.
-        y = jax.lax.optimization_barrier(w[name] @ h).T.reshape(len(tokens), -1, config.head_dim)
-        y = y + w[f"{name}_bias"][None] if config.attention_bias else y
-        return rms_norm(y, w[f"{name}_norm"], config.norm_eps) if config.qk_norm and name != "v" else y
-
-    x = constrain_sharding(weights["head" if config.tie_word_embeddings else "embed"][tokens].T, None, ROWS)
-    for layer, w in enumerate(weights["layers"]):
-        h = norm(x, w["attention_norm"])
-        attended = attend(rotate(heads(w, "q", h)), rotate(heads(w, "k", h)), heads(w, "v", h), layer)
-        x = constrain_sharding(x + w["o"] @ attended.reshape(len(tokens), -1).T, None, ROWS)
-        h = norm(x, w["mlp_norm"])
-        x = constrain_sharding(x + w["down"] @ (jax.nn.silu(w["gate"] @ h) * (w["up"] @ h)), None, ROWS)
-    return norm(x, weights["norm"])
+    rotation = make_rotation(config, positions)
+    x = constrain_sharding(weights["head" if config.tie_word_embeddings else "embed"][tokens], ROWS)
+    for layer, own in enumerate(weights["layers"]):
+        x = run_layer(config, _LayerWeights(config, own), x, rotation, functools.partial(attend, layer))
+    return rms_norm(x, weights["norm"], config.norm_eps)

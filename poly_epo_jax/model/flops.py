@@ -10,7 +10,7 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import is_adapter, without_adapter
 from poly_epo_jax.model.partition import is_trainable
-from poly_epo_jax.model.qwen3 import declared_weights
+from poly_epo_jax.model.transformer import declared_weights
 from poly_epo_jax.parallel.mesh import RULES
 
 

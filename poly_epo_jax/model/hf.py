@@ -20,8 +20,8 @@ from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
-from poly_epo_jax.model.qwen3 import abstract_model, declared_weights, param_shapes
 from poly_epo_jax.model.tokenizer_files import write_tokenizer
+from poly_epo_jax.model.transformer import abstract_model, declared_weights, param_shapes
 from poly_epo_jax.system.digests import write_digests
 from poly_epo_jax.system.json_files import read_object, write_json
 from poly_epo_jax.types import Params
@@ -55,7 +55,7 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
 
     Raises:
       FileNotFoundError: If `path` is not a model folder.
-      ValueError: If config.json is not a JSON object or is incomplete, or if `model.qwen3` does not support the model.
+      ValueError: If config.json is not a JSON object or is incomplete, or if the model is not supported.
     """
     file = _folder(path) / "config.json"
     if not file.is_file():

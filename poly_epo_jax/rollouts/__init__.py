@@ -7,7 +7,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.keys import Config, ConfigError
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
@@ -21,11 +21,11 @@ from poly_epo_jax.types import Registry, Sampler
 WEIGHT_SYNCS = ("disk", "tensor")
 
 
-def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
+def _embedded(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
     return open_weights(model, mesh, stop_ids, config, config.train.max_prompt_tokens)
 
 
-def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
+def _jetstream(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
     from poly_epo_jax.rollouts.jetstream.engine import EngineSize
     from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler  # google-jetstream is optional
 
@@ -35,7 +35,9 @@ def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config
     return JetStreamSampler(model, mesh, stop_ids, size)
 
 
-def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> SGLangSampler:
+def _sglang(
+    model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False
+) -> SGLangSampler:
     if sleep and config.train.staleness:
         raise ConfigError("rollouts.options.sleep=True does not support train.staleness=1; set train.staleness=0.")
     section, longest = config.rollouts, config.train.max_prompt_tokens
@@ -54,7 +56,7 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *
 def _client(
     urls: Sequence[str],
     weights: ServedWeights | AdoptedWeights,
-    model: Qwen3,
+    model: Transformer,
     stop_ids: Sequence[int],
     config: Config,
 ) -> SGLangSampler:
@@ -68,7 +70,9 @@ def _client(
     )
 
 
-def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
+def open_weights(
+    model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int
+) -> Sampler:
     """Returns a sampler that generates with local weights.
 
     Args:
@@ -91,7 +95,7 @@ async def model_info(url: str) -> ModelInfo:
 
 
 def open_server(
-    url: str, model: Qwen3, stop_ids: Sequence[int], config: Config, weight_version: str | None = None
+    url: str, model: Transformer, stop_ids: Sequence[int], config: Config, weight_version: str | None = None
 ) -> Sampler:
     """Returns a sampler that generates with the current weights of a server.
 

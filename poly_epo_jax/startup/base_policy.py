@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from poly_epo_jax.config.keys import BaseSection, Config, OptimizerSection, TaskSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model, init_params
+from poly_epo_jax.model.transformer import abstract_model, init_params
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.rollouts.prompts import encode_prompts

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_qwen3 import FAMILIES, QWEN3, build, forward, pack, random_params
+from test_layer import FAMILIES, QWEN3, build, forward, pack, random_params
 
 from poly_epo_jax.model import decoding
 

@@ -15,7 +15,7 @@ from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "blockwise"}
@@ -26,7 +26,7 @@ SMALL = ModelConfig(
 
 def random_params(config, seed=0):
     """Draws initial weights and adds noise, so that norms are not 1 and biases are not 0."""
-    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(seed)))[1])
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), params)
 
@@ -55,7 +55,7 @@ def test_loaded_params_have_the_structure_of_the_model(tmp_path):
 def test_weights_have_the_given_shardings(tmp_path):
     params = random_params(SMALL)
     save_pretrained(tmp_path / "model", params, SMALL, dtype="float32")
-    shardings = param_shardings(nnx.eval_shape(lambda: Qwen3(SMALL, nnx.Rngs(0))), make_mesh(2, 2, 2))
+    shardings = param_shardings(nnx.eval_shape(lambda: Transformer(SMALL, nnx.Rngs(0))), make_mesh(2, 2, 2))
     loaded = load_params(tmp_path / "model", SMALL, shardings)
     assert_trees_equal(loaded, params)
     assert jax.tree.map(lambda x: x.sharding, loaded) == shardings

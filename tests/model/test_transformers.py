@@ -19,7 +19,7 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
     import torch  # pyright: ignore[reportMissingImports]
@@ -85,7 +85,7 @@ def random_transformer(config, seed=0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def compute_logits(config, params, tokens):
-    model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[0], params)
+    model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))[0], params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     return model(tokens, positions, jnp.ones_like(tokens)) @ model.head.T
 
