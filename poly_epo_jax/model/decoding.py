@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.layer import make_rotation, rms_norm, run_layer
+from poly_epo_jax.model.layer import embed, layer_kinds, make_rotations, normalize, run_layer
 from poly_epo_jax.model.lora import is_adapter, merge_adapter
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
@@ -145,7 +145,7 @@ def _constrain_weight(name: str, weight: jax.Array, fsdp: str | None) -> jax.Arr
     """Shards heads, MLP and vocabulary over `tensor`. `fsdp` is the mesh axis for the residual stream, or None."""
     if weight.ndim == 1:
         return weight
-    if name.endswith("_bias"):
+    if name.endswith(("_bias", "_norm")):
         return constrain_sharding(weight, "tensor")
     by_rows = name in ("o", "down", "head", "embed")
     return constrain_sharding(weight, *(("tensor", fsdp) if by_rows else (fsdp, "tensor")))
@@ -182,14 +182,14 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
     Returns:
       A cache with Q rows of length L.
     """
-    rows, length = tokens.shape
+    (rows, length), kinds = tokens.shape, layer_kinds(config)
     keys, values = [], []
 
     def attend(layer, q, k, v):
         q, k, v = (x.reshape(rows, length, *x.shape[1:]) for x in (q, k, v))
         keys.append(k.transpose(0, 2, 3, 1))
         values.append(v.transpose(0, 2, 1, 3))
-        out = packed_attention(q, k, v, valid.astype(jnp.int32), config.attention)
+        out = packed_attention(q, k, v, valid.astype(jnp.int32), config.attention, window=kinds[layer].window)
         return out.reshape(rows * length, *q.shape[2:])
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -212,14 +212,18 @@ def decode(
     Returns:
       A tuple of the float32 logits [V, B] and the updated cache.
     """
-    rows = jnp.arange(len(tokens))
-    visible = jnp.arange(cache.length)[None] <= positions[:, None]
+    rows, kinds = jnp.arange(len(tokens)), layer_kinds(config)
+    index = jnp.arange(cache.length)[None]
     keys, values = list(cache.k), list(cache.v)
+
+    def visible(window):
+        seen = index <= positions[:, None]
+        return seen & (index > positions[:, None] - window) if window else seen
 
     def attend(layer, q, k, v):
         keys[layer] = keys[layer].at[rows, :, :, positions].set(k)
         values[layer] = values[layer].at[rows, :, positions].set(v)
-        return cached_attention(q, keys[layer], values[layer], visible)
+        return cached_attention(q, keys[layer], values[layer], visible(kinds[layer].window))
 
     x = _hidden_states(config, weights, tokens, positions, attend)
     logits = jnp.matmul(weights["head"], x.T, preferred_element_type=jnp.float32)
@@ -239,8 +243,9 @@ def _hidden_states(
     an array of the shape of the queries.
     """
 
-    rotation = make_rotation(config, positions)
-    x = constrain_sharding(weights["head" if config.tie_word_embeddings else "embed"][tokens], ROWS)
-    for layer, own in enumerate(weights["layers"]):
+    rotations, kinds = make_rotations(config, positions), layer_kinds(config)
+    x = constrain_sharding(embed(config, weights["head" if config.tie_word_embeddings else "embed"], tokens), ROWS)
+    for layer, (own, kind) in enumerate(zip(weights["layers"], kinds, strict=True)):
+        rotation = rotations[kind.rope]
         x = run_layer(config, _LayerWeights(config, own), x, rotation, functools.partial(attend, layer))
-    return rms_norm(x, weights["norm"], config.norm_eps)
+    return normalize(config, x, weights["norm"])

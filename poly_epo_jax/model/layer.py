@@ -4,17 +4,28 @@ Activations are [*tokens, features]: packed rows [B, T, D] in training, single t
 layer reads its weights through `LayerWeights` and the other tokens through `attend`, so its callers choose the layout
 of the weights (sharded stacks with adapters, or separate arrays of each layer) and the source of the keys and values.
 
-Families differ in the weights that a layer has: `run_layer` omits norms and biases that are absent.
+Families differ in the weights that a layer has: `run_layer` omits norms and biases that are absent. The shape of the
+weight of a norm selects the normalized values: [head_dim] for each head, [heads, head_dim] for all heads together. The
+layers of a model have the same weights and differ only in numbers (`LayerKind`).
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.rope import Rope, Rotation, make_rotation, rotate
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+"""Activation functions of the MLP, by their names in Hugging Face configurations."""
+
+UNLIMITED = 1 << 30
+"""Window that is longer than any sequence."""
 
 
 @runtime_checkable
@@ -34,11 +45,43 @@ class LayerWeights(Protocol):
         ...
 
 
-class Rotation(NamedTuple):
-    """Cosines and sines of rotary angles, float32 [*tokens, 1, head_dim / 2]."""
+class LayerKind(NamedTuple):
+    """Numbers in which the layers of a model differ. They may be traced, so that a scan can pass them to layers.
 
-    cos: jax.Array
-    sin: jax.Array
+    Attributes:
+      window: Number of tokens that a token sees, including itself. 0, which is never traced, disables the window.
+      rope: Index of the layer's element of `make_rotations`.
+    """
+
+    window: Any
+    rope: Any
+
+
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """Returns the numbers of each layer. If only some layers have a window, the windows of the others are UNLIMITED."""
+    windows = config.windows if not any(config.windows) else [window or UNLIMITED for window in config.windows]
+    ropes, pairs = _distinct_ropes(config), zip(itertools.cycle(windows), itertools.cycle(config.ropes))
+    return [LayerKind(window, ropes.index(rope)) for window, rope in itertools.islice(pairs, config.num_layers)]
+
+
+def make_rotations(config: ModelConfig, positions: Int[Array, "*M"]) -> list[Rotation]:
+    """Computes the rotary angles of tokens, once for all layers that share them.
+
+    Args:
+      config: Model configuration.
+      positions: Position of each token in its sequence.
+
+    Returns:
+      The angles of each distinct element of `config.ropes`.
+    """
+    return [make_rotation(rope, config.head_dim, positions) for rope in _distinct_ropes(config)]
+
+
+def select_rotation(rotations: Sequence[Rotation], index: Any) -> Rotation:
+    """Returns the element with an index that may be traced."""
+    if isinstance(index, int):
+        return rotations[index]
+    return jax.tree.map(lambda *each: jax.lax.select_n(index, *each), *rotations)
 
 
 def run_layer(
@@ -63,7 +106,7 @@ def run_layer(
     """
 
     def norm(x: jax.Array, name: str) -> jax.Array:
-        return rms_norm(x, weights.vector(name), config.norm_eps) if name in weights else x
+        return normalize(config, x, weights.vector(name)) if name in weights else x
 
     def heads(h: jax.Array, name: str) -> jax.Array:
         y, bias = weights.project(h, name), f"{name}_bias"
@@ -71,57 +114,63 @@ def run_layer(
 
     h = norm(x, "attention_norm")
     q, k, v = (heads(h, name) for name in ("q", "k", "v"))
-    x = x + weights.project(attend(rotate(q, rotation), rotate(k, rotation), v), "o")
+    if config.query_size not in (0, config.head_dim):
+        q = q * (config.head_dim / config.query_size) ** 0.5  # Attention divides by the root of head_dim.
+    attended = attend(rotate(q, rotation), rotate(k, rotation), v)
+    x = x + norm(weights.project(attended, "o"), "attention_post_norm")
     h = norm(x, "mlp_norm")
-    return x + weights.project(jax.nn.silu(weights.project(h, "gate")) * weights.project(h, "up"), "down")
+    activated = ACTIVATIONS[config.activation](weights.project(h, "gate"))
+    return x + norm(weights.project(activated * weights.project(h, "up"), "down"), "mlp_post_norm")
 
 
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Computes x / rms(x) * weight, with the mean square in float32.
+def embed(config: ModelConfig, table: Float[Array, "V D"], tokens: Int[Array, "*M"]) -> Float[Array, "*M D"]:
+    """Returns the embeddings of tokens in the compute type, which are the input of the first layer.
 
     Args:
-      x: Inputs. The mean square is taken over the last axis.
-      weight: Scale of each element of the last axis.
+      config: Model configuration.
+      table: Embedding of each token id.
+      tokens: Token ids.
+
+    Returns:
+      The residual stream before the first layer.
+    """
+    x = table[tokens].astype(config.dtype)
+    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
+
+
+def normalize(config: ModelConfig, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Applies the RMS norm of the model, see `rms_norm`.
+
+    Args:
+      config: Model configuration.
+      x: Inputs.
+      weight: Weight of the norm.
+
+    Returns:
+      The normalized array, in the type of x.
+    """
+    weight = weight.astype(jnp.float32) + config.norm_offset if config.float32_norm else weight
+    return rms_norm(x, weight, config.norm_eps)
+
+
+def rms_norm(x: Float[Array, "..."], weight: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
+    """Computes x / rms(x) * weight, with the mean square in float32, and the product in the type of the weight.
+
+    Args:
+      x: Inputs. The mean square is taken over as many of the last axes as the weight has.
+      weight: Scale of each element of these axes.
       eps: Constant added to the mean square.
 
     Returns:
       The normalized array, in the type of x.
     """
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return _like(weight, x) * y.astype(x.dtype)
+    y, axes = x.astype(jnp.float32), tuple(range(-weight.ndim, 0))
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + eps)
+    return (_like(weight, x) * y.astype(weight.dtype)).astype(x.dtype)
 
 
-def make_rotation(config: ModelConfig, positions: Int[Array, "*M"]) -> Rotation:
-    """Computes the rotary angles of tokens (RoFormer, eq. 34), once for all layers.
-
-    Args:
-      config: Model configuration.
-      positions: Position of each token in its sequence.
-
-    Returns:
-      The angles.
-    """
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None, None].astype(jnp.float32) * _like(frequencies, positions[..., None, None])
-    # Without the barrier, the compiler would compute cosines and sines in every layer.
-    return Rotation(*jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles))))
-
-
-def rotate(x: Float[Array, "*M N D"], rotation: Rotation) -> Float[Array, "*M N D"]:
-    """Applies rotary position embeddings, computed in float32.
-
-    Args:
-      x: Queries or keys. Element i of the first half of the head is rotated with element i of the second half.
-      rotation: Rotary angles of the tokens.
-
-    Returns:
-      The rotated array, in the type of x.
-    """
-    cos, sin = rotation
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+def _distinct_ropes(config: ModelConfig) -> list[Rope]:
+    return list(dict.fromkeys(config.ropes))
 
 
 def _like(vector: jax.Array, x: jax.Array) -> jax.Array:

@@ -21,7 +21,15 @@ from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.layer import make_rotation, rms_norm, run_layer
+from poly_epo_jax.model.layer import (
+    LayerKind,
+    embed,
+    layer_kinds,
+    make_rotations,
+    normalize,
+    run_layer,
+    select_rotation,
+)
 from poly_epo_jax.model.matmul import matmul
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
@@ -59,20 +67,27 @@ class Layer(nnx.Module):
         def norm(size: int) -> nnx.Param:
             return _norm(config, ("num_layers", "norm"), (config.num_layers, size))
 
-        self.attention_norm = norm(d)
+        if config.pre_norm:
+            self.attention_norm = norm(d)
+            self.mlp_norm = norm(d)
+        if config.post_norm:
+            self.attention_post_norm = norm(d)
+            self.mlp_post_norm = norm(d)
         self.q = weight("hidden_size", "num_heads", "head_dim", scale=d**-0.5)
         self.k = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
         self.v = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
         heads_width = config.num_heads * config.head_dim
         self.o = weight("num_heads", "head_dim", "hidden_size", scale=heads_width**-0.5 * residual)
-        if config.qk_norm:
+        if config.joint_qk_norm:
+            self.q_norm = _norm(config, ("num_layers", "num_heads", "head_dim"))
+            self.k_norm = _norm(config, ("num_layers", "num_kv_heads", "head_dim"))
+        elif config.qk_norm:
             self.q_norm = norm(config.head_dim)
             self.k_norm = norm(config.head_dim)
         if config.attention_bias:
             self.q_bias = weight("num_heads", "head_dim", scale=0.0)
             self.k_bias = weight("num_kv_heads", "head_dim", scale=0.0)
             self.v_bias = weight("num_kv_heads", "head_dim", scale=0.0)
-        self.mlp_norm = norm(d)
         self.gate = weight("hidden_size", "mlp_size", scale=d**-0.5)
         self.up = weight("hidden_size", "mlp_size", scale=d**-0.5)
         self.down = weight("mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
@@ -132,20 +147,28 @@ class Transformer(nnx.Module):
         """
         config = self.config
         layer_def, weights = nnx.split(self.layers)
-        rotation = make_rotation(config, positions)
+        rotations, kinds = make_rotations(config, positions), layer_kinds(config)
+        # Only numbers in which layers differ are scanned. The others are constants of the compiled program.
+        columns = zip(LayerKind._fields, zip(*kinds, strict=True), strict=True)
+        varying = {name: jnp.asarray(column, jnp.int32) for name, column in columns if len(set(column)) > 1}
 
-        def attend(q, k, v):
-            return packed_attention(q, k, v, segment_ids, config.attention, config.max_sequence_tokens, positions)
+        def step(x, layer):
+            weights, numbers = layer
+            kind = kinds[0]._replace(**numbers)
 
-        def step(x, weights):
+            def attend(q, k, v):
+                longest = config.max_sequence_tokens
+                return packed_attention(q, k, v, segment_ids, config.attention, longest, positions, kind.window)
+
+            rotation = select_rotation(rotations, kind.rope)
             return constrain_sharding(run_layer(config, nnx.merge(layer_def, weights), x, rotation, attend), ROWS), None
 
         if config.remat != "none":
             step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
-        x = constrain_sharding(self.embed[...][tokens].astype(config.dtype), ROWS)
+        x = constrain_sharding(embed(config, self.embed[...], tokens), ROWS)
         unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
-        x, _ = jax.lax.scan(step, x, weights, unroll=unroll)
-        return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps)
+        x, _ = jax.lax.scan(step, x, (weights, varying), unroll=unroll)
+        return normalize(config, x, self.norm[...].astype(config.dtype))
 
 
 def abstract_model(config: ModelConfig) -> Transformer:
@@ -190,9 +213,10 @@ def _adapter(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...]) -> tupl
     return a, _weight(config, rngs, (layers, "lora_rank", *outputs), 0.0, "float32")
 
 
-def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:
-    """Creates a norm weight of ones, which is replicated on all devices."""
-    return nnx.Param(jnp.ones(shape, config.param_dtype), axes=axes)
+def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...] = ()) -> nnx.Param:
+    """Creates a norm weight that multiplies by 1. If the shape is (), the axes are fields of the configuration."""
+    shape = shape or tuple(getattr(config, axis) for axis in axes)
+    return nnx.Param(jnp.full(shape, 1 - config.norm_offset, config.param_dtype), axes=axes)
 
 
 def _project(x: jax.Array, param: nnx.Param) -> jax.Array:

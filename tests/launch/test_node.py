@@ -461,7 +461,6 @@ def small_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
-        rope_theta=1e6,
         dtype="float32",
     )
     params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(0)))[1])

@@ -15,6 +15,7 @@ from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
+from poly_epo_jax.model.rope import Rope
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
@@ -154,7 +155,7 @@ def test_configs_of_transformers_4_are_supported(tmp_path):
 )
 def test_rope_theta_is_read_from_old_and_new_keys(changes, rope_theta, tmp_path):
     write_config(tmp_path, **changes)
-    assert read_model_config(tmp_path).rope_theta == rope_theta
+    assert read_model_config(tmp_path).ropes == (Rope(rope_theta),)
 
 
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
@@ -165,7 +166,7 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
-    config = dataclasses.replace(SMALL, rope_theta=12345.0)
+    config = dataclasses.replace(SMALL, ropes=(Rope(12345.0),))
     save_pretrained(tmp_path / "model", random_params(config), config, dtype=dtype)
     written = json.loads((tmp_path / "model/config.json").read_text())
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 12345.0
@@ -176,9 +177,13 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; choose a qwen3 or qwen2 or llama model\."),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .*'linear'.* is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling .*'yarn'.* is not supported"),
+        ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; choose a qwen3 or qwen2 or llama or "),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling .*'dynamic'.* is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters .*'longrope'.* is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling does not contain 'factor'; add it"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2' must be a finite number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "extra": 1}}, "rope_scaling.extra is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"attention_bias": True}, "attention_bias True is not supported; choose a qwen3 model without it"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias True is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True is not supported"),

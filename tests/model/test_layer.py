@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.layer import make_rotation, rms_norm, rotate
+from poly_epo_jax.model.layer import rms_norm
+from poly_epo_jax.model.rope import Rope, make_rotation, rotate
 from poly_epo_jax.model.transformer import REMAT_POLICIES, Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
@@ -166,10 +167,9 @@ def test_rope_rotates_each_pair_by_its_angle():
     """Elements (i, i + D/2) form a complex number that is rotated by position * theta^(-2i/D)."""
     rng = np.random.default_rng(0)
     x, positions = rng.standard_normal((2, 7, 3, 8)), rng.integers(0, 100, (2, 7))
-    config = dataclasses.replace(QWEN3, head_dim=8, rope_theta=50.0)
     rotation = np.exp(1j * positions[:, :, None, None] * 50.0 ** (-np.arange(4) / 4))
     rotated = (x[..., :4] + 1j * x[..., 4:]) * rotation
-    found = rotate(jnp.asarray(x, jnp.float32), make_rotation(config, jnp.asarray(positions)))
+    found = rotate(jnp.asarray(x, jnp.float32), make_rotation(Rope(50.0), 8, jnp.asarray(positions)))
     np.testing.assert_allclose(found, np.concatenate([rotated.real, rotated.imag], -1), atol=1e-4)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from poly_epo_jax.config.keys import OptimizerSection
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.rope import Rope
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -41,7 +42,7 @@ TINY = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    rope_theta=1e4,
+    ropes=(Rope(1e4),),
     dtype="float32",
     remat="none",
 )
