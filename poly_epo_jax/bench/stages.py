@@ -134,12 +134,7 @@ def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, params: Par
     compile_seconds, seconds = first_and_median_seconds(run, repeats=2)
     scale = workload.response_lengths.sum() / lengths.sum()
     work, moved = _decoding_cost(model_config, train.max_prompt_tokens, lengths, num_prompts, num_slots)
-    cache = (
-        num_slots
-        * max_length
-        * flops.cache_bytes_per_token(model_config, np.dtype(model_config.dtype).itemsize)
-        / mesh.size
-    )
+    cache = num_slots * flops.cache_bytes(model_config, max_length, np.dtype(model_config.dtype).itemsize) / mesh.size
     return Stage(
         "generate",
         seconds * scale,
@@ -161,8 +156,8 @@ def _decoding_cost(
     value_bytes = np.dtype(model_config.dtype).itemsize
     # Each token reads the keys and values of its sequence. Each decoding step generates one token per slot and reads
     # all weights once.
-    contexts = float((lengths * prompt_length + lengths * (lengths + 1) / 2).sum())
-    cached = contexts * flops.cache_bytes_per_token(model_config, value_bytes)
+    contexts = np.concatenate([prompt_length + np.arange(1, length + 1) for length in lengths])
+    cached = float(flops.cache_bytes(model_config, contexts, value_bytes))
     return work, cached + float(lengths.sum()) / num_slots * flops.total_weights(model_config) * value_bytes
 
 

@@ -1,6 +1,7 @@
 """Model configuration: architecture and compute options, independent of the model family."""
 
 import dataclasses
+import itertools
 
 from poly_epo_jax.model.rope import Rope
 
@@ -80,3 +81,13 @@ class ModelConfig:
     lora_rank: int = 0
     lora_scale: float = 0.0
     lora_targets: tuple[str, ...] = ()
+
+    @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        """Rotary position embedding of each layer."""
+        return tuple(itertools.islice(itertools.cycle(self.ropes), self.num_layers))
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Window of each layer in tokens, 0 without a window."""
+        return tuple(itertools.islice(itertools.cycle(self.windows), self.num_layers))

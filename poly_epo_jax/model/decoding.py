@@ -4,9 +4,10 @@ Decoding reads every weight once for a small number of tokens. Each layer has se
 because a slice of a stacked array would be copied before every matmul. `run_layer` computes the layers, as in training.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +21,37 @@ from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
 
 
-class KVCache(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
     """Keys and values of all layers. The index of a token in the cache is its position in the sequence.
 
-    With these layouts, both matmuls of the attention read contiguous rows.
+    A layer whose window is shorter than `length` stores only the last `window` tokens, and the index of a token is its
+    position modulo the window. With these layouts, both matmuls of the attention read contiguous rows.
 
     Attributes:
-      k: Keys of each layer, [rows, kv_heads, head_dim, length].
-      v: Values of each layer, [rows, kv_heads, length, head_dim].
+      k: Keys of each layer, [rows, kv_heads, head_dim, length or window].
+      v: Values of each layer, [rows, kv_heads, length or window, head_dim].
+      length: Maximum number of tokens of a sequence.
+      windows: Window of each layer in tokens, 0 without a window.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
-
-    @property
-    def length(self) -> int:
-        """Number of token positions per row."""
-        return self.v[0].shape[2]
+    k: tuple[Any, ...]  # Arrays, or leaves that JAX substitutes for them.
+    v: tuple[Any, ...]
+    length: int = dataclasses.field(default=0, metadata={"static": True})
+    windows: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def resized(self, length: int) -> "KVCache":
-        """Returns the cache truncated or padded with zeros to `length` positions."""
+        """Returns the cache truncated or padded with zeros to `length` positions, which must fit all sequences."""
 
-        def along(axis: int, x: jax.Array) -> jax.Array:
-            x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
-            return jnp.pad(x, [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+        def along(axis: int, x: jax.Array, window: int) -> jax.Array:
+            size = _stored_tokens(length, window)
+            x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+            return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
-        return KVCache(tuple(along(3, x) for x in self.k), tuple(along(2, x) for x in self.v))
+        k = tuple(along(3, x, window) for x, window in zip(self.k, self.windows, strict=True))
+        v = tuple(along(2, x, window) for x, window in zip(self.v, self.windows, strict=True))
+        return dataclasses.replace(self, k=k, v=v, length=length)
 
     def with_rows(self, rows: Int[Array, " R"], other: "KVCache", other_rows: Int[Array, " R"]) -> "KVCache":
         """Returns the cache with some rows copied from another cache.
@@ -58,11 +64,14 @@ class KVCache(NamedTuple):
         Returns:
           A cache of the same shape.
         """
-        length = min(self.length, other.length)
-        other = other.resized(length)
-        k = (x.at[rows, :, :, :length].set(y[other_rows], mode="drop") for x, y in zip(self.k, other.k, strict=True))
-        v = (x.at[rows, :, :length].set(y[other_rows], mode="drop") for x, y in zip(self.v, other.v, strict=True))
-        return KVCache(tuple(k), tuple(v))
+        other = other.resized(min(self.length, other.length))
+
+        def copied(x: jax.Array, y: jax.Array, *axes: slice) -> jax.Array:
+            return x.at[rows, *axes].set(y[other_rows], mode="drop")
+
+        k = (copied(x, y, ..., slice(y.shape[3])) for x, y in zip(self.k, other.k, strict=True))
+        v = (copied(x, y, slice(None), slice(y.shape[2])) for x, y in zip(self.v, other.v, strict=True))
+        return dataclasses.replace(self, k=tuple(k), v=tuple(v))
 
 
 def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
@@ -76,11 +85,18 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
     Returns:
       The cache.
     """
-    heads, head_dim, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
+    heads, head_dim, windows = config.num_kv_heads, config.head_dim, config.layer_windows
+    sizes = [_stored_tokens(length, window) for window in windows]
     return KVCache(
-        tuple(jnp.zeros((rows, heads, head_dim, length), config.dtype) for _ in layers),
-        tuple(jnp.zeros((rows, heads, length, head_dim), config.dtype) for _ in layers),
+        tuple(jnp.zeros((rows, heads, head_dim, size), config.dtype) for size in sizes),
+        tuple(jnp.zeros((rows, heads, size, head_dim), config.dtype) for size in sizes),
+        length,
+        windows,
     )
+
+
+def _stored_tokens(length: int, window: int) -> int:
+    return min(length, window) if window else length
 
 
 def decoding_weights(config: ModelConfig, params: Params) -> Params:
@@ -187,14 +203,24 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
 
     def attend(layer, q, k, v):
         q, k, v = (x.reshape(rows, length, *x.shape[1:]) for x in (q, k, v))
-        keys.append(k.transpose(0, 2, 3, 1))
-        values.append(v.transpose(0, 2, 1, 3))
+        kept_k, kept_v = (_last_tokens(x, valid, config.layer_windows[layer]) for x in (k, v))
+        keys.append(kept_k.transpose(0, 2, 3, 1))
+        values.append(kept_v.transpose(0, 2, 1, 3))
         out = packed_attention(q, k, v, valid.astype(jnp.int32), config.attention, window=kinds[layer].window)
         return out.reshape(rows * length, *q.shape[2:])
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), attend)
-    return KVCache(tuple(keys), tuple(values))
+    return KVCache(tuple(keys), tuple(values), length, config.layer_windows)
+
+
+def _last_tokens(x: Float[Array, "Q L K D"], valid: Bool[Array, "Q L"], window: int) -> Float[Array, "Q W K D"]:
+    """Selects the last `window` tokens of each prompt, at their positions modulo the window."""
+    if _stored_tokens(x.shape[1], window) == x.shape[1]:
+        return x
+    index, last = jnp.arange(window)[None], valid.sum(axis=1, keepdims=True) - 1
+    positions = jnp.where(index <= last, index + (last - index) // window * window, index)
+    return jnp.take_along_axis(x, positions[:, :, None, None], axis=1)
 
 
 def decode(
@@ -212,22 +238,20 @@ def decode(
     Returns:
       A tuple of the float32 logits [V, B] and the updated cache.
     """
-    rows, kinds = jnp.arange(len(tokens)), layer_kinds(config)
-    index = jnp.arange(cache.length)[None]
+    rows = jnp.arange(len(tokens))
     keys, values = list(cache.k), list(cache.v)
 
-    def visible(window):
-        seen = index <= positions[:, None]
-        return seen & (index > positions[:, None] - window) if window else seen
-
     def attend(layer, q, k, v):
-        keys[layer] = keys[layer].at[rows, :, :, positions].set(k)
-        values[layer] = values[layer].at[rows, :, positions].set(v)
-        return cached_attention(q, keys[layer], values[layer], visible(kinds[layer].window))
+        size = keys[layer].shape[3]
+        index = positions % size if cache.windows[layer] else positions
+        keys[layer] = keys[layer].at[rows, :, :, index].set(k)
+        values[layer] = values[layer].at[rows, :, index].set(v)
+        # After `size` tokens, all stored tokens are in the window.
+        return cached_attention(q, keys[layer], values[layer], jnp.arange(size)[None] <= positions[:, None])
 
     x = _hidden_states(config, weights, tokens, positions, attend)
     logits = jnp.matmul(weights["head"], x.T, preferred_element_type=jnp.float32)
-    return logits, KVCache(tuple(keys), tuple(values))
+    return logits, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))
 
 
 def _hidden_states(

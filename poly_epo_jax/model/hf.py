@@ -20,6 +20,7 @@ from poly_epo_jax.model.architectures import ARCHITECTURES, VISION_WRAPPERS, Arc
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import StoredTensor, language_tensors, new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
+from poly_epo_jax.model.rope import Yarn
 from poly_epo_jax.model.tokenizer_files import write_tokenizer
 from poly_epo_jax.model.transformer import abstract_model, declared_weights, param_shapes
 from poly_epo_jax.system.digests import write_digests
@@ -90,6 +91,10 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
         network = architecture.network(content)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    # Folders of models that were extended with YaRN may still state their original maximum length.
+    scalings = [rope.scaling for rope in network["ropes"] if isinstance(rope.scaling, Yarn)]
+    extended = [int(scaling.factor * scaling.original_max_position_embeddings) for scaling in scalings]
+    shapes["max_position"] = max([shapes["max_position"], *extended])
     return ModelConfig(**shapes, **network, family=family, **overrides)
 
 

@@ -10,7 +10,6 @@ layers of a model have the same weights and differ only in numbers (`LayerKind`)
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -59,9 +58,9 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
     """Returns the numbers of each layer. If only some layers have a window, the windows of the others are UNLIMITED."""
-    windows = config.windows if not any(config.windows) else [window or UNLIMITED for window in config.windows]
-    ropes, pairs = _distinct_ropes(config), zip(itertools.cycle(windows), itertools.cycle(config.ropes))
-    return [LayerKind(window, ropes.index(rope)) for window, rope in itertools.islice(pairs, config.num_layers)]
+    unlimited, ropes = UNLIMITED if any(config.layer_windows) else 0, _distinct_ropes(config)
+    layers = zip(config.layer_windows, config.layer_ropes, strict=True)
+    return [LayerKind(window or unlimited, ropes.index(rope)) for window, rope in layers]
 
 
 def make_rotations(config: ModelConfig, positions: Int[Array, "*M"]) -> list[Rotation]:
@@ -170,7 +169,7 @@ def rms_norm(x: Float[Array, "..."], weight: Float[Array, "..."], eps: float) ->
 
 
 def _distinct_ropes(config: ModelConfig) -> list[Rope]:
-    return list(dict.fromkeys(config.ropes))
+    return list(dict.fromkeys(config.layer_ropes))
 
 
 def _like(vector: jax.Array, x: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ def read_position_free(written: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_position_free(config: ModelConfig) -> dict[str, Any]:
     """Inverse of `read_position_free`."""
-    ropes, windows = (_expand(values, config) for values in (config.ropes, config.windows))
+    ropes, windows = config.layer_ropes, config.layer_windows
     return _flat_keys(next((rope for rope in ropes if rope.theta), ropes[0])) | {
         "no_rope_layers": [int(rope.theta > 0) for rope in ropes],
         "layer_types": [SLIDING if window else FULL for window in windows],
@@ -95,7 +95,7 @@ def read_by_type(
 
 def write_by_type(config: ModelConfig) -> dict[str, Any]:
     """Inverse of `read_by_type`."""
-    ropes, windows = (_expand(values, config) for values in (config.ropes, config.windows))
+    ropes, windows = config.layer_ropes, config.layer_windows
     types = [SLIDING if window else FULL for window in windows]
     by_type = dict(zip(types, ropes, strict=True))
     full = by_type.get(FULL, ropes[0])
@@ -137,7 +137,3 @@ def _checked(values: Sequence[Any], key: str, num_layers: int, allowed: Sequence
 def _compact(values: Sequence[Any]) -> tuple[Any, ...]:
     """Returns one value if all are equal, so that equal models have equal configurations."""
     return tuple(values[:1]) if len(set(values)) == 1 else tuple(values)
-
-
-def _expand(values: Sequence[Any], config: ModelConfig) -> list[Any]:
-    return [values[layer % len(values)] for layer in range(config.num_layers)]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +15,17 @@ import pytest
 import transformers
 from test_hf import FLOAT32
 from test_layer import build
+from training_runs import SETTINGS, as_flags, rows_of
 
+from poly_epo_jax import main
 from poly_epo_jax.model import decoding
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import exported_tensors, load_params, read_model_config, save_pretrained
 from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
-from poly_epo_jax.types import Params
+from poly_epo_jax.rollouts.embedded.slots import Job, Slots
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.types import Params, Sampling
 
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
     import torch  # pyright: ignore[reportMissingImports]
@@ -233,3 +238,60 @@ def test_results_do_not_depend_on_the_mesh(case):
         tiled = logits_of(case.config, params, row)
     np.testing.assert_allclose(tiled[0], logits_of(case.config, case.params, packed_row())[0], atol=1e-5)
     assert logits.shape[0] == len(LENGTHS)
+
+
+@pytest.mark.slow
+def test_greedy_generations_match_transformers(case):
+    """Continuous batching with two slots resizes the cache several times, and the last sequences exceed all windows."""
+    prompts, max_tokens = sequences()[1:], 70
+    with torch.no_grad():
+        expected = [
+            case.transformer.generate(
+                torch.as_tensor(prompt)[None], do_sample=False, max_new_tokens=max_tokens, eos_token_id=None
+            )[0, len(prompt) :].tolist()
+            for prompt in prompts
+        ]
+    weights = jax.jit(decoding.decoding_weights, static_argnums=0)(case.config, case.params)
+    jobs = [Job(i, i, max_tokens) for i in range(len(prompts))]
+    slots = Slots(
+        case.config,
+        weights,
+        make_mesh(1, 1, 1),
+        np.zeros(0, np.int32),
+        prompts,
+        jobs,
+        Sampling(max_tokens, temperature=0.0),
+        num_slots=2,
+        max_prompts=2,
+        max_length=max(map(len, prompts)) + max_tokens,
+    )
+    finished = []
+    while not slots.is_done:
+        finished += slots.advance()
+    assert [one.token_ids.tolist() for one in sorted(finished, key=lambda one: one.job)] == expected
+
+
+@pytest.mark.slow
+def test_three_steps_of_training(case, tmp_path, caches, monkeypatch):
+    """The sampler and the trainer compute the same log-probabilities in every step."""
+    tokenizer = build_character_tokenizer(string.digits + string.punctuation + string.ascii_lowercase + " \n")
+    assert len(tokenizer) == case.config.vocab_size
+    save_pretrained(tmp_path / "model", case.params, case.config, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
+    settings = (
+        SETTINGS
+        | caches
+        | {
+            "workdir": tmp_path / "run",
+            "model.path": tmp_path / "model",
+            "mesh.num_devices": 1,
+            "sampling.max_tokens": 16,
+            "algo.entropy_coef": 0.01,  # Random weights earn no rewards, so only the entropy has a gradient.
+            "train.num_steps": 3,
+            "eval.every": 0,
+        }
+    )
+    monkeypatch.chdir(Path(__file__).parents[2])
+    main.main(["--config=configs/polynomial.py", *as_flags(settings)])
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["policy/update_norm"] > 0 and row["mismatch/kl"] < 1e-5 for row in rows)

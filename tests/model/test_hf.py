@@ -15,7 +15,7 @@ from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
-from poly_epo_jax.model.rope import Rope
+from poly_epo_jax.model.rope import Linear, Rope, Yarn
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
@@ -158,6 +158,32 @@ def test_rope_theta_is_read_from_old_and_new_keys(changes, rope_theta, tmp_path)
     assert read_model_config(tmp_path).ropes == (Rope(rope_theta),)
 
 
+def test_yarn_extends_the_maximum_length(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    write_config(tmp_path, max_position_embeddings=40960, rope_scaling=yarn)
+    config = read_model_config(tmp_path)
+    assert (config.max_position, config.ropes) == (131072, (Rope(1e6, Yarn(4.0, 32768)),))
+
+
+def test_the_language_model_of_a_vision_folder_is_read(tmp_path):
+    """Its config.json omits sizes that equal the defaults, and transformers 4 and 5 prefix the names of tensors."""
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "sliding_window": 1024, "head_dim": 4}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    config = read_model_config(tmp_path, **FLOAT32)
+    assert (config.family, config.num_heads, config.num_kv_heads, config.query_size) == ("gemma3_text", 8, 4, 256)
+    assert config.windows == (1024,) * 5 + (0, 1024)
+    assert config.ropes == (Rope(1e4),) * 5 + (Rope(1e6, Linear(8.0)), Rope(1e4))
+    params = random_params(config)
+    save_pretrained(tmp_path / "text", params, config, dtype="float32")
+    tensors = load_file(tmp_path / "text/model.safetensors")
+    vision = {"vision_tower.weight": np.zeros(3, np.float32), "multi_modal_projector.weight": np.zeros(3, np.float32)}
+    for rename in (lambda name: f"language_model.{name}", lambda name: name.replace("model.", "model.language_model.")):
+        renamed = {rename(name): tensor for name, tensor in tensors.items()}
+        save_file(renamed | vision, tmp_path / "model.safetensors")
+        assert_trees_equal(load_params(tmp_path, config), params)
+
+
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     write_config(tmp_path, model_type="llama", num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
     config = read_model_config(tmp_path)
@@ -188,6 +214,10 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
         ({"model_type": "llama", "attention_bias": True}, "attention_bias True is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers=.* must contain 2 values"),
+        ({"model_type": "olmo3", "layer_types": ["other"] * 2}, "layer_types=.* must contain 2 values"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*; nest it under"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* is not supported"),
         ({"hidden_size": None}, "'hidden_size'; add it"),
