@@ -65,12 +65,9 @@ class KVCache:
           A cache of the same shape.
         """
         other = other.resized(min(self.length, other.length))
-
-        def copied(x: jax.Array, y: jax.Array, *axes: slice) -> jax.Array:
-            return x.at[rows, *axes].set(y[other_rows], mode="drop")
-
-        k = (copied(x, y, ..., slice(y.shape[3])) for x, y in zip(self.k, other.k, strict=True))
-        v = (copied(x, y, slice(None), slice(y.shape[2])) for x, y in zip(self.v, other.v, strict=True))
+        keys, values = zip(self.k, other.k, strict=True), zip(self.v, other.v, strict=True)
+        k = (x.at[rows, :, :, : y.shape[3]].set(y[other_rows], mode="drop") for x, y in keys)
+        v = (x.at[rows, :, : y.shape[2]].set(y[other_rows], mode="drop") for x, y in values)
         return dataclasses.replace(self, k=tuple(k), v=tuple(v))
 
 

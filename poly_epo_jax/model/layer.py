@@ -148,8 +148,8 @@ def normalize(config: ModelConfig, x: Float[Array, "..."], weight: Float[Array, 
     Returns:
       The normalized array, in the type of x.
     """
-    weight = weight.astype(jnp.float32) + config.norm_offset if config.float32_norm else weight
-    return rms_norm(x, weight, config.norm_eps)
+    weight = weight.astype(jnp.float32) if config.float32_norm else weight
+    return rms_norm(x, weight + config.norm_offset if config.norm_offset else weight, config.norm_eps)
 
 
 def rms_norm(x: Float[Array, "..."], weight: Float[Array, "..."], eps: float) -> Float[Array, "..."]:

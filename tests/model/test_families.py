@@ -291,7 +291,7 @@ def test_three_steps_of_training(case, tmp_path, caches, monkeypatch):
         }
     )
     monkeypatch.chdir(Path(__file__).parents[2])
-    main.main(["--config=configs/polynomial.py", *as_flags(settings)])
+    assert main.main(["--config=configs/polynomial.py", *as_flags(settings)]) == 0
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["policy/update_norm"] > 0 and row["mismatch/kl"] < 1e-5 for row in rows)

@@ -55,7 +55,7 @@ def kernel_pairs(config: ModelConfig, segment_ids: Int[np.ndarray, "R T"], kerne
     """
     block = next((block for name, block in BLOCKS.items() if kernel.startswith(name)), None)
     if block is None:
-        return 0
+        return 0.0
     counts = collections.Counter(config.layer_windows).items()
     return sum(count * visited_pairs(segment_ids, *block, window) for window, count in counts) / config.num_layers
 
