@@ -22,10 +22,12 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.layer_settings import (
     SLIDING,
     read_by_type,
+    read_gemma3,
     read_position_free,
     read_uniform,
     read_window,
     write_by_type,
+    write_gemma3,
     write_position_free,
     write_uniform,
     write_window,
@@ -242,21 +244,6 @@ OLMO3 = dataclasses.replace(
 )
 
 
-def _read_gemma3(written: Mapping[str, Any]) -> dict[str, Any]:
-    by_type = read_by_type(written, interval=6, theta=1e6, sliding_theta=1e4)
-    return by_type | {"query_size": int(written.get("query_pre_attn_scalar") or 256)}
-
-
-def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    keys = write_by_type(config)
-    return keys | {
-        "rope_local_base_freq": keys["rope_parameters"][SLIDING]["rope_theta"],
-        "query_pre_attn_scalar": config.query_size,
-        "hidden_act": None,
-        "hidden_activation": config.activation,
-    }
-
-
 GEMMA3_TEXT = dataclasses.replace(
     QWEN3,
     class_name="Gemma3ForCausalLM",
@@ -288,8 +275,8 @@ GEMMA3_TEXT = dataclasses.replace(
         "max_position": 131_072,
         "tie_word_embeddings": True,
     },
-    read=_read_gemma3,
-    write=_write_gemma3,
+    read=read_gemma3,
+    write=write_gemma3,
 )
 
 ARCHITECTURES = Registry(

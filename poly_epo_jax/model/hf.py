@@ -285,8 +285,8 @@ def _check_tensors(
             )
         if found.get_dtype() not in ("BF16", "F16", "F32"):
             raise ValueError(f"{path}: {name} has type {found.get_dtype()}; choose a model in BF16, F16 or F32.")
-    both = [source[name].read() for name in (head, embedding) if config.tie_word_embeddings and head in source]
-    if both and not np.array_equal(*both):
+    has_both = config.tie_word_embeddings and head in source
+    if has_both and not np.array_equal(source[head].read(), source[embedding].read()):
         raise ValueError(
             f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings. transformers 4 and "
             f"5 load such folders as different models; set tie_word_embeddings to false, or remove {head}."

@@ -106,6 +106,23 @@ def write_by_type(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def read_gemma3(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the layers and the scale of the attention scores of Gemma 3."""
+    by_type = read_by_type(written, interval=6, theta=1e6, sliding_theta=1e4)
+    return by_type | {"query_size": _number(written, "query_pre_attn_scalar", 256)}
+
+
+def write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_gemma3`. Also writes the name of the activation, whose key differs from Llama's."""
+    keys = write_by_type(config)
+    return keys | {
+        "rope_local_base_freq": keys["rope_parameters"][SLIDING]["rope_theta"],
+        "query_pre_attn_scalar": config.query_size,
+        "hidden_act": None,
+        "hidden_activation": config.activation,
+    }
+
+
 def _shared_rope(written: Mapping[str, Any], theta: float) -> Rope:
     parameters = {"rope_theta": written["rope_theta"] if written.get("rope_theta") is not None else theta}
     parameters |= (written.get("rope_scaling") or {}) | (written.get("rope_parameters") or {})

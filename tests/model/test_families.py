@@ -165,7 +165,7 @@ def test_logits_and_gradients_of_packed_rows(case):
         assert theirs.std() > 0.3
         np.testing.assert_allclose(ours, theirs.detach(), atol=1e-4, rtol=0)
 
-    sum(torch.sin(logits).sum() for logits in expected).backward()
+    torch.stack([torch.sin(logits).sum() for logits in expected]).sum().backward()
     gradients = dict(exported_tensors(loss_gradients(case.config, case.params, packed_row()), case.config, "float32"))
     parameters = {name: parameter.grad for name, parameter in case.transformer.named_parameters()}
     case.transformer.zero_grad()
