@@ -8,7 +8,7 @@ from flax import nnx
 
 from poly_epo_jax.config.keys import OptimizerSection
 from poly_epo_jax.model.hf import load_params, read_model_config
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.step.objective import UpdateObjective
@@ -35,7 +35,7 @@ def main() -> None:
         max_grad_norm=update_case.MAX_GRAD_NORM,
     )
     update = PolicyUpdate(
-        nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))),
+        nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))),
         make_mesh(1, 1, 1),
         UpdateObjective(
             functools.partial(ppo_clip_loss, clip_low=update_case.CLIP_LOW, clip_high=update_case.CLIP_HIGH),

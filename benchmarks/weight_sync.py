@@ -16,7 +16,7 @@ from flax import nnx
 
 from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 
 CONFIG = ModelConfig(
     vocab_size=65_536, hidden_size=768, mlp_size=2304, num_layers=14, num_heads=12, num_kv_heads=6, head_dim=64
@@ -26,7 +26,7 @@ ROUNDS = 5
 
 def main() -> None:
     """Measures each folder and prints the results."""
-    params = nnx.to_pure_dict(nnx.split(nnx.jit(lambda: Qwen3(CONFIG, nnx.Rngs(0)))())[1])
+    params = nnx.to_pure_dict(nnx.split(nnx.jit(lambda: Transformer(CONFIG, nnx.Rngs(0)))())[1])
     size = 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"{size / 1e6:.0f} MB, {jax.default_backend()}")
     for folder in map(Path, sys.argv[1:] or ["/dev/shm", "."]):

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.model.hf import load_params, read_model_config
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Generation, Problem
 

@@ -31,6 +31,7 @@ from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, resolve_implementation
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.checkpoint import Checkpoints
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.devices import find_devices
@@ -131,7 +132,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     trainer = Trainer(
         experience=_experience(config, rollouts, prepared, batches, timeline, stop),
         advantages=make_advantages(config.algo, config.seed),
-        packer=_packer(config, mesh),
+        packer=_packer(config, prepared.model_config, mesh),
         update=update,
         timeline=timeline,
         progress=progress,
@@ -252,10 +253,11 @@ def _sampling(config: Config, seed: int) -> Sampling:
     return Sampling(**config.sampling, seed=seed)
 
 
-def _packer(config: Config, mesh: Mesh) -> MinibatchPacker:
+def _packer(config: Config, model_config: ModelConfig, mesh: Mesh) -> MinibatchPacker:
+    attention = resolve_implementation(config.model.attention, any(model_config.windows))
     return MinibatchPacker(
         updates_per_step(config.train),
-        make_pack(config, mesh.shape, resolve_implementation(config.model.attention) in SUPPORTS_SHARED_PROMPTS),
+        make_pack(config, mesh.shape, attention in SUPPORTS_SHARED_PROMPTS),
         config.algo.length_normalization,
         config.sampling.max_tokens,
         max_sequence_tokens(config),

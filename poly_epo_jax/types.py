@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 Params = dict[str, Any]
-"""Weights of a policy: the state of `model.qwen3.Qwen3` as a nested dict of arrays."""
+"""Weights of a policy: the state of `model.transformer.Transformer` as a nested dict of arrays."""
 
 DEGENERATE_CLUSTER = 100
 """Cluster id of degenerate responses: responses without reasoning (paper appendix, LM-Judge and Diversity Function)."""

@@ -21,7 +21,7 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.flops import gradient_passes
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model, init_params
+from poly_epo_jax.model.transformer import Transformer, abstract_model, init_params
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
@@ -134,12 +134,7 @@ def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, params: Par
     compile_seconds, seconds = first_and_median_seconds(run, repeats=2)
     scale = workload.response_lengths.sum() / lengths.sum()
     work, moved = _decoding_cost(model_config, train.max_prompt_tokens, lengths, num_prompts, num_slots)
-    cache = (
-        num_slots
-        * max_length
-        * flops.cache_bytes_per_token(model_config, np.dtype(model_config.dtype).itemsize)
-        / mesh.size
-    )
+    cache = num_slots * flops.cache_bytes(model_config, max_length, np.dtype(model_config.dtype).itemsize) / mesh.size
     return Stage(
         "generate",
         seconds * scale,
@@ -161,15 +156,15 @@ def _decoding_cost(
     value_bytes = np.dtype(model_config.dtype).itemsize
     # Each token reads the keys and values of its sequence. Each decoding step generates one token per slot and reads
     # all weights once.
-    contexts = float((lengths * prompt_length + lengths * (lengths + 1) / 2).sum())
-    cached = contexts * flops.cache_bytes_per_token(model_config, value_bytes)
+    contexts = np.concatenate([prompt_length + np.arange(1, length + 1) for length in lengths])
+    cached = float(flops.cache_bytes(model_config, contexts, value_bytes))
     return work, cached + float(lengths.sum()) / num_slots * flops.total_weights(model_config) * value_bytes
 
 
 class _Update:
     """The three compiled programs of an update, measured on one microbatch that represents all microbatches."""
 
-    def __init__(self, config: Config, model: Qwen3, mesh: Mesh, params: Params, workload: Workload):
+    def __init__(self, config: Config, model: Transformer, mesh: Mesh, params: Params, workload: Workload):
         self._runs, self._num_devices, batch = workload.runs, mesh.size, workload.minibatches[0][0]
         update = make_update(config, model, mesh)
         self._programs: dict[str, tuple[Any, float]] = {}

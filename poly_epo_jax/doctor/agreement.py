@@ -12,8 +12,8 @@ from jaxtyping import Float
 from poly_epo_jax import set_rl
 from poly_epo_jax.doctor.runner import CheckResult, Failed
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.step.update import PolicyUpdate, TrainState

@@ -13,8 +13,8 @@ from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext, Skipped
 from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import trained_pattern
-from poly_epo_jax.model.qwen3 import abstract_model
 from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.step.packing import PackedBatch, pack
 from poly_epo_jax.step.update import PolicyUpdate

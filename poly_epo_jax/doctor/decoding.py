@@ -9,7 +9,7 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.agreement import ReferenceScorer, compare
 from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext
 from poly_epo_jax.doctor.small_model import random_params, small_config
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.step.packing import TrainingSequence
 from poly_epo_jax.types import Params, Request, Sampler, Sampling

@@ -44,7 +44,7 @@ def check_kernel(run: RunContext) -> list[Finding]:
       One finding. Its figures are the error and the tolerance of each array, regardless of whether the check passed.
     """
     with jax.set_mesh(run.local_mesh):
-        implementation = resolve_implementation(run.model_config.attention)
+        implementation = resolve_implementation(run.model_config.attention, any(run.model_config.windows))
     found, figures = check_attention(implementation, run.local_mesh, run.model_config), {}
     for name, (error, tolerance) in found.errors.items():
         figures |= {f"error of {name}": error if math.isfinite(error) else str(error), f"allowed of {name}": tolerance}

@@ -12,7 +12,7 @@ from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext
 from poly_epo_jax.doctor.small_model import random_params, small_config
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.fingerprint import fingerprints
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.step.update import PolicyUpdate, TrainState, make_update
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model, init_params
+from poly_epo_jax.model.transformer import abstract_model, init_params
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.step.packing import TrainingSequence
 from poly_epo_jax.types import Params

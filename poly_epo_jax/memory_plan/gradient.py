@@ -30,7 +30,8 @@ class LayerArray(NamedTuple):
         that save the array of every layer for the backward pass.
       part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
         of "norm" and "qk_norm" are normalized values, which remat=none does not save if an adapter is trained, because
-        the norm weights are then frozen. Other parts name the weight of a matrix product. If this weight has an
+        the norm weights are then frozen. Arrays of "norm" and "post_norm" exist in models that normalize the inputs
+        and the outputs of attention and MLP. Other parts name the weight of a matrix product. If this weight has an
         adapter, remat=dots also saves the adapter's product.
     """
 
@@ -56,12 +57,14 @@ LAYER_ARRAYS = (
     LayerArray("product of v", "keys", True, _DOTS, "v"),
     LayerArray("attention", "queries", True, (*_DOTS, "attention")),
     LayerArray("product of o", "stream", True, ("dots",), "o"),
+    LayerArray("product of o, before its norm", "stream", False, _EACH, "post_norm"),
     LayerArray("input of the MLP", "stream", False, _EACH),
     LayerArray("input of the MLP, normalized", "stream", False, _EACH, "norm"),
     LayerArray("product of gate", "mlp", True, _DOTS, "gate"),
     LayerArray("product of up", "mlp", True, _DOTS, "up"),
     LayerArray("silu(gate)", "mlp", True, _EACH),
     LayerArray("silu(gate) up", "mlp", True, _EACH),
+    LayerArray("product of down, before its norm", "stream", False, _DOTS, "post_norm"),
     LayerArray("gradient of silu(gate) up", "mlp", True, _EACH),
     LayerArray("gradient of silu(gate) or up", "mlp", True, _EACH),
     LayerArray("gradient of the output", "stream", False, _EACH),
@@ -146,10 +149,12 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str) -> in
         "queries": model_config.num_heads * model_config.head_dim,
         "keys": model_config.num_kv_heads * model_config.head_dim,
     }
-    is_blockwise = model_config.attention == "blockwise" or (
-        model_config.attention == "auto" and machine.device == "cpu"
-    )
+    # On TPUs, models with windows use blockwise attention.
+    has_kernel = machine.platform == "gpu" or (machine.platform == "tpu" and not any(model_config.windows))
+    is_blockwise = model_config.attention == "blockwise" or (model_config.attention == "auto" and not has_kernel)
     absent = set() if is_blockwise else {"blockwise"}
+    absent |= {"post_norm"} if not model_config.post_norm else set()
+    absent |= {"norm"} if not model_config.pre_norm else set()
     if holder == "none" and model_config.lora_targets:
         absent |= {"norm", "qk_norm"} if model_config.qk_norm else {"norm"}
     held = [array for array in LAYER_ARRAYS if holder in array.held and array.part not in absent]

@@ -14,7 +14,7 @@ from poly_epo_jax.config.keys import Config, max_sequence_tokens
 from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_bytes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
+from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device
@@ -206,11 +206,15 @@ def _generate(config: Config, model_config: ModelConfig, machine: Machine, cache
     slots = -(-min(config.rollouts.max_concurrent, requests) // shards)  # per device
     prompts = -(-max(1, slots * shards // train.num_generations) // shards)
     value_bytes, tensor = bytes_of(model_config.dtype), machine.mesh["tensor"]
-    token_bytes = flops.cache_bytes_per_token(model_config, value_bytes) // tensor
+    prompt_length = 1 << (train.max_prompt_tokens - 1).bit_length()
+    slot, prompt = (
+        flops.cache_bytes(model_config, length, value_bytes) // tensor
+        for length in (max_sequence_tokens(config), prompt_length)
+    )
     gathered = flops.total_weights(model_config) // tensor * value_bytes if machine.mesh["fsdp"] > 1 else 0
     return {
         "gathered weights": gathered,
-        "keys and values": int(cache_growth * slots * max_sequence_tokens(config) * token_bytes),
-        "keys and values of prompts": prompts * (1 << (train.max_prompt_tokens - 1).bit_length()) * token_bytes,
+        "keys and values": int(cache_growth * slots * slot),
+        "keys and values of prompts": prompts * prompt,
         "logits": 3 * slots * model_config.vocab_size * FLOAT32_BYTES,
     }

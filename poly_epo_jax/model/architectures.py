@@ -4,20 +4,34 @@ Each entry maps the configuration keys and weight names of the family to the nam
 settings that are not supported. A further family with the same network requires one entry, which a configuration file
 can add:
 
-    ARCHITECTURES["mistral"] = dataclasses.replace(
-        LLAMA, class_name="MistralForCausalLM", unsupported=LLAMA.unsupported | {"sliding_window": bool}
-    )
+    ARCHITECTURES["my_family"] = dataclasses.replace(LLAMA, class_name="MyFamilyForCausalLM")
 
-A family with a different network also requires a new switch in ModelConfig, which qwen3.py and decoding.py implement.
+A family with a different network also requires a new weight in transformer.py or a new switch in ModelConfig, which
+layer.py implements.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.layer_settings import (
+    SLIDING,
+    read_by_type,
+    read_gemma3,
+    read_position_free,
+    read_uniform,
+    read_window,
+    write_by_type,
+    write_gemma3,
+    write_position_free,
+    write_uniform,
+    write_window,
+)
 from poly_epo_jax.types import Registry
 
 
@@ -67,6 +81,18 @@ class Weight:
         return self.hf_axes.replace(" ", "")
 
 
+NETWORK = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name
+    in (
+        *("qk_norm", "joint_qk_norm", "attention_bias", "pre_norm", "post_norm", "norm_offset", "float32_norm"),
+        *("activation", "scale_embeddings", "ropes", "windows", "query_size"),
+    )
+}
+"""ModelConfig fields in which the networks of families differ, and their defaults."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """A model family.
@@ -78,13 +104,32 @@ class Architecture:
       weights: Weights, keyed by dotted path in the parameter tree, such as `layers.q`.
       unsupported: Predicates, keyed by key in config.json. A predicate receives the value of the key and returns True
         if the model is not supported.
+      defaults: Values of ModelConfig fields whose keys are missing in config.json, as in transformers.
+      read: Function of the content of config.json that returns the ModelConfig fields that follow from several keys, at
+        least `ropes`. It raises ValueError if they are not supported.
+      write: Function of the model configuration that returns the keys that `read` reads, and other keys whose values
+        differ from those of Llama.
     """
 
     class_name: str
-    switches: dict[str, bool]
+    switches: dict[str, Any]
     config_keys: dict[str, str]
     weights: dict[str, Weight]
     unsupported: dict[str, Callable[[Any], bool]]
+    defaults: dict[str, Any]
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = read_uniform
+    write: Callable[[ModelConfig], dict[str, Any]] = write_uniform
+
+    def network(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the ModelConfig fields, other than sizes, that define the network.
+
+        Args:
+          written: Content of config.json.
+
+        Raises:
+          ValueError: If the settings of the layers are not supported or invalid.
+        """
+        return NETWORK | self.switches | self.read(written)
 
 
 LLAMA = Architecture(
@@ -121,9 +166,17 @@ LLAMA = Architecture(
         "mlp_bias": bool,
         "hidden_act": lambda name: name != "silu",
         "use_sliding_window": bool,
-        "layer_types": lambda types: "sliding_attention" in types,
+        "layer_types": lambda types: SLIDING in types,
+        "partial_rotary_factor": lambda factor: factor != 1.0,
     },
+    defaults={"norm_eps": 1e-6, "tie_word_embeddings": False},
 )
+
+PRE_NORMS = ("layers.attention_norm", "layers.mlp_norm")
+POST_NORMS = {
+    "layers.attention_post_norm": Weight("model.layers.{}.post_attention_layernorm.weight", "d", "d"),
+    "layers.mlp_post_norm": Weight("model.layers.{}.post_feedforward_layernorm.weight", "d", "d"),
+}
 
 QWEN3 = dataclasses.replace(
     LLAMA,
@@ -149,4 +202,93 @@ QWEN2 = dataclasses.replace(
     unsupported=LLAMA.unsupported | {"attention_bias": lambda present: False},
 )
 
-ARCHITECTURES = Registry(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA)
+MISTRAL = dataclasses.replace(LLAMA, class_name="MistralForCausalLM", read=read_window, write=write_window)
+
+SMOLLM3 = dataclasses.replace(
+    LLAMA,
+    class_name="SmolLM3ForCausalLM",
+    unsupported={
+        key: rule for key, rule in LLAMA.unsupported.items() if key not in ("use_sliding_window", "layer_types")
+    },
+    defaults=LLAMA.defaults | {"tie_word_embeddings": True},
+    read=read_position_free,
+    write=write_position_free,
+)
+
+OLMO2 = dataclasses.replace(
+    LLAMA,
+    class_name="Olmo2ForCausalLM",
+    switches={
+        "qk_norm": True,
+        "joint_qk_norm": True,
+        "attention_bias": False,
+        "pre_norm": False,
+        "post_norm": True,
+        "float32_norm": True,
+    },
+    weights={path: weight for path, weight in LLAMA.weights.items() if path not in PRE_NORMS}
+    | POST_NORMS
+    | {
+        "layers.q_norm": Weight("model.layers.{}.self_attn.q_norm.weight", "nh", "nh"),
+        "layers.k_norm": Weight("model.layers.{}.self_attn.k_norm.weight", "nh", "nh"),
+    },
+    defaults=LLAMA.defaults | {"norm_eps": 1e-5},
+)
+
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    class_name="Olmo3ForCausalLM",
+    unsupported=SMOLLM3.unsupported,
+    read=functools.partial(read_by_type, interval=4, theta=5e5),
+    write=write_by_type,
+)
+
+
+GEMMA3_TEXT = dataclasses.replace(
+    QWEN3,
+    class_name="Gemma3ForCausalLM",
+    switches=QWEN3.switches
+    | {
+        "post_norm": True,
+        "norm_offset": 1.0,
+        "float32_norm": True,
+        "activation": "gelu_pytorch_tanh",
+        "scale_embeddings": True,
+    },
+    weights=QWEN3.weights
+    | POST_NORMS
+    | {"layers.mlp_norm": Weight("model.layers.{}.pre_feedforward_layernorm.weight", "d", "d")},
+    unsupported={
+        "attention_bias": bool,
+        "use_bidirectional_attention": bool,
+        "attn_logit_softcapping": bool,
+        "final_logit_softcapping": bool,
+        "hidden_activation": lambda name: name != "gelu_pytorch_tanh",
+    },
+    # The folders of the 4B, 12B and 27B models omit these sizes.
+    defaults={
+        "vocab_size": 262_208,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "norm_eps": 1e-6,
+        "max_position": 131_072,
+        "tie_word_embeddings": True,
+    },
+    read=read_gemma3,
+    write=write_gemma3,
+)
+
+ARCHITECTURES = Registry(
+    qwen3=QWEN3,
+    qwen2=QWEN2,
+    llama=LLAMA,
+    mistral=MISTRAL,
+    smollm3=SMOLLM3,
+    olmo2=OLMO2,
+    olmo3=OLMO3,
+    gemma3_text=GEMMA3_TEXT,
+)
+
+VISION_WRAPPERS = {"gemma3": "gemma3_text"}
+"""Model types of folders that contain a vision model and a language model, with the model type of the latter."""

@@ -1,6 +1,9 @@
 """Model configuration: architecture and compute options, independent of the model family."""
 
 import dataclasses
+import itertools
+
+from poly_epo_jax.model.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,18 +18,29 @@ class ModelConfig:
       num_heads: Number of query heads.
       num_kv_heads: Number of key and value heads. It divides `num_heads`.
       head_dim: Width of a head.
-      rope_theta: Base of the rotary embedding frequencies.
+      ropes: Rotary position embedding of each layer. A shorter sequence is repeated, so that one element is enough if
+        the layers do not differ.
+      windows: Number of tokens that a token sees in each layer, including itself. 0 disables the window. A shorter
+        sequence is repeated.
       norm_eps: Constant added to the mean square in RMS norms.
       max_position: Maximum sequence length stated in the model folder, in tokens.
       tie_word_embeddings: Whether the output head shares the weight of the embedding.
       family: Key of architectures.ARCHITECTURES.
       qk_norm: Whether queries and keys are normalized, as in Qwen3.
+      joint_qk_norm: Whether all heads of a token are normalized together, as in OLMo 2.
       attention_bias: Whether query, key and value projections have biases, as in Qwen2.
+      pre_norm: Whether attention and MLP normalize their inputs.
+      post_norm: Whether attention and MLP normalize their outputs.
+      norm_offset: Number that is added to the weights of norms, 1 in Gemma.
+      float32_norm: Whether normalized values are multiplied by the weights of norms in float32, before rounding.
+      activation: Key of layer.ACTIVATIONS.
+      scale_embeddings: Whether embeddings are multiplied by the square root of `hidden_size`.
+      query_size: Number whose square root divides the attention scores. 0 selects `head_dim`.
       dtype: Type of activations and of weights in matmuls (compute type).
       param_dtype: Type of stored weights. Adapters are always float32.
-      remat: Key of qwen3.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
+      remat: Key of transformer.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
       scan_unroll: Layers per iteration of the layer scan. 0 selects all layers if there are at most
-        qwen3.MAX_UNROLLED_LAYERS, and otherwise 1.
+        transformer.MAX_UNROLLED_LAYERS, and otherwise 1.
       attention: Key of attention.IMPLEMENTATIONS, or "auto".
       max_sequence_tokens: Maximum number of tokens of a sequence in a packed row. 0 means that only the row length
         limits it. Some kernels do not visit keys beyond this distance.
@@ -42,13 +56,22 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float = 1e6
+    ropes: tuple[Rope, ...] = (Rope(),)
+    windows: tuple[int, ...] = (0,)
     norm_eps: float = 1e-6
     max_position: int = 32768
     tie_word_embeddings: bool = True
     family: str = "qwen3"
     qk_norm: bool = True
+    joint_qk_norm: bool = False
     attention_bias: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    norm_offset: float = 0.0
+    float32_norm: bool = False
+    activation: str = "silu"
+    scale_embeddings: bool = False
+    query_size: int = 0
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     remat: str = "full"
@@ -58,3 +81,13 @@ class ModelConfig:
     lora_rank: int = 0
     lora_scale: float = 0.0
     lora_targets: tuple[str, ...] = ()
+
+    @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        """Rotary position embedding of each layer."""
+        return tuple(itertools.islice(itertools.cycle(self.ropes), self.num_layers))
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Window of each layer in tokens, 0 without a window."""
+        return tuple(itertools.islice(itertools.cycle(self.windows), self.num_layers))

@@ -1,12 +1,13 @@
-"""Prefill and single-token decoding with the network of qwen3.py, in a layout for matmuls with few tokens.
+"""Prefill and single-token decoding with the network of transformer.py.
 
-Decoding reads every weight once for a small number of tokens. In this case the matmul W x of a weight [out, in] and
-tokens as columns takes at most half the time of x W, which training uses. Activations are therefore [features, tokens]
-in this module. Each layer has separate arrays, because a slice of a stacked array would be copied before every matmul.
+Decoding reads every weight once for a small number of tokens. Each layer has separate arrays in the compute type,
+because a slice of a stacked array would be copied before every matmul. `run_layer` computes the layers, as in training.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,38 +15,43 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.layer import embed, layer_kinds, make_rotations, normalize, run_layer
 from poly_epo_jax.model.lora import is_adapter, merge_adapter
-from poly_epo_jax.model.qwen3 import rms_norm
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
 
 
-class KVCache(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
     """Keys and values of all layers. The index of a token in the cache is its position in the sequence.
 
-    With these layouts, both matmuls of the attention read contiguous rows.
+    A layer whose window is shorter than `length` stores only the last `window` tokens, and the index of a token is its
+    position modulo the window. With these layouts, both matmuls of the attention read contiguous rows.
 
     Attributes:
-      k: Keys of each layer, [rows, kv_heads, head_dim, length].
-      v: Values of each layer, [rows, kv_heads, length, head_dim].
+      k: Keys of each layer, [rows, kv_heads, head_dim, length or window].
+      v: Values of each layer, [rows, kv_heads, length or window, head_dim].
+      length: Maximum number of tokens of a sequence.
+      windows: Window of each layer in tokens, 0 without a window.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
-
-    @property
-    def length(self) -> int:
-        """Number of token positions per row."""
-        return self.v[0].shape[2]
+    k: tuple[Any, ...]  # Arrays, or leaves that JAX substitutes for them.
+    v: tuple[Any, ...]
+    length: int = dataclasses.field(default=0, metadata={"static": True})
+    windows: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def resized(self, length: int) -> "KVCache":
-        """Returns the cache truncated or padded with zeros to `length` positions."""
+        """Returns the cache truncated or padded with zeros to `length` positions, which must fit all sequences."""
 
-        def along(axis: int, x: jax.Array) -> jax.Array:
-            x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
-            return jnp.pad(x, [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+        def along(axis: int, x: jax.Array, window: int) -> jax.Array:
+            size = _stored_tokens(length, window)
+            x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+            return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
-        return KVCache(tuple(along(3, x) for x in self.k), tuple(along(2, x) for x in self.v))
+        k = tuple(along(3, x, window) for x, window in zip(self.k, self.windows, strict=True))
+        v = tuple(along(2, x, window) for x, window in zip(self.v, self.windows, strict=True))
+        return dataclasses.replace(self, k=k, v=v, length=length)
 
     def with_rows(self, rows: Int[Array, " R"], other: "KVCache", other_rows: Int[Array, " R"]) -> "KVCache":
         """Returns the cache with some rows copied from another cache.
@@ -58,11 +64,11 @@ class KVCache(NamedTuple):
         Returns:
           A cache of the same shape.
         """
-        length = min(self.length, other.length)
-        other = other.resized(length)
-        k = (x.at[rows, :, :, :length].set(y[other_rows], mode="drop") for x, y in zip(self.k, other.k, strict=True))
-        v = (x.at[rows, :, :length].set(y[other_rows], mode="drop") for x, y in zip(self.v, other.v, strict=True))
-        return KVCache(tuple(k), tuple(v))
+        other = other.resized(min(self.length, other.length))
+        keys, values = zip(self.k, other.k, strict=True), zip(self.v, other.v, strict=True)
+        k = (x.at[rows, :, :, : y.shape[3]].set(y[other_rows], mode="drop") for x, y in keys)
+        v = (x.at[rows, :, : y.shape[2]].set(y[other_rows], mode="drop") for x, y in values)
+        return dataclasses.replace(self, k=tuple(k), v=tuple(v))
 
 
 def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
@@ -76,11 +82,18 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
     Returns:
       The cache.
     """
-    heads, head_dim, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
+    heads, head_dim, windows = config.num_kv_heads, config.head_dim, config.layer_windows
+    sizes = [_stored_tokens(length, window) for window in windows]
     return KVCache(
-        tuple(jnp.zeros((rows, heads, head_dim, length), config.dtype) for _ in layers),
-        tuple(jnp.zeros((rows, heads, length, head_dim), config.dtype) for _ in layers),
+        tuple(jnp.zeros((rows, heads, head_dim, size), config.dtype) for size in sizes),
+        tuple(jnp.zeros((rows, heads, size, head_dim), config.dtype) for size in sizes),
+        length,
+        windows,
     )
+
+
+def _stored_tokens(length: int, window: int) -> int:
+    return min(length, window) if window else length
 
 
 def decoding_weights(config: ModelConfig, params: Params) -> Params:
@@ -92,15 +105,15 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
 
     Returns:
       A dict with `head`, `norm`, `layers` (a list with a dict of weights for each layer) and, unless the head is tied,
-      `embed`. All weights have the compute type, and the matrices of layers are [out, in].
+      `embed`. All weights have the compute type, and the matrices of layers are [in, out].
     """
 
     def of_layer(name: str, weight: jax.Array) -> jax.Array:
         weight = weight.astype(config.dtype)
         if name in ("q", "k", "v"):
-            weight = weight.reshape(config.hidden_size, -1).T
-        elif name in ("o", "gate", "up", "down"):
-            weight = weight.reshape(-1, weight.shape[-1]).T
+            weight = weight.reshape(config.hidden_size, -1)
+        elif name == "o":
+            weight = weight.reshape(-1, config.hidden_size)
         return _constrain_weight(name, weight, "fsdp")
 
     stacks, embed = params["layers"], params["embed"].astype(config.dtype)
@@ -145,9 +158,29 @@ def _constrain_weight(name: str, weight: jax.Array, fsdp: str | None) -> jax.Arr
     """Shards heads, MLP and vocabulary over `tensor`. `fsdp` is the mesh axis for the residual stream, or None."""
     if weight.ndim == 1:
         return weight
-    if name.endswith("_bias"):
+    if name.endswith(("_bias", "_norm")):
         return constrain_sharding(weight, "tensor")
-    return constrain_sharding(weight, *((fsdp, "tensor") if name in ("o", "down") else ("tensor", fsdp)))
+    by_rows = name in ("o", "down", "head", "embed")
+    return constrain_sharding(weight, *(("tensor", fsdp) if by_rows else (fsdp, "tensor")))
+
+
+class _LayerWeights:
+    """Separate arrays of one layer, as `run_layer` reads them."""
+
+    def __init__(self, config: ModelConfig, own: Params):
+        self._config, self._own = config, own
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._own
+
+    def vector(self, name: str) -> jax.Array:
+        return self._own[name]
+
+    def project(self, x: Float[Array, "M ..."], name: str) -> Float[Array, "M ..."]:
+        y = x.reshape(len(x), -1) @ self._own[name]
+        if name in ("q", "k", "v"):
+            return y.reshape(len(x), -1, self._config.head_dim)
+        return constrain_sharding(y, ROWS) if name in ("o", "down") else y
 
 
 def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
@@ -162,19 +195,29 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
     Returns:
       A cache with Q rows of length L.
     """
-    rows, length = tokens.shape
+    (rows, length), kinds = tokens.shape, layer_kinds(config)
     keys, values = [], []
 
-    def attend(q, k, v, layer):
+    def attend(layer, q, k, v):
         q, k, v = (x.reshape(rows, length, *x.shape[1:]) for x in (q, k, v))
-        keys.append(k.transpose(0, 2, 3, 1))
-        values.append(v.transpose(0, 2, 1, 3))
-        out = packed_attention(q, k, v, valid.astype(jnp.int32), config.attention)
+        kept_k, kept_v = (_last_tokens(x, valid, config.layer_windows[layer]) for x in (k, v))
+        keys.append(kept_k.transpose(0, 2, 3, 1))
+        values.append(kept_v.transpose(0, 2, 1, 3))
+        out = packed_attention(q, k, v, valid.astype(jnp.int32), config.attention, window=kinds[layer].window)
         return out.reshape(rows * length, *q.shape[2:])
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), attend)
-    return KVCache(tuple(keys), tuple(values))
+    return KVCache(tuple(keys), tuple(values), length, config.layer_windows)
+
+
+def _last_tokens(x: Float[Array, "Q L K D"], valid: Bool[Array, "Q L"], window: int) -> Float[Array, "Q W K D"]:
+    """Selects the last `window` tokens of each prompt, at their positions modulo the window."""
+    if _stored_tokens(x.shape[1], window) == x.shape[1]:
+        return x
+    index, last = jnp.arange(window)[None], valid.sum(axis=1, keepdims=True) - 1
+    positions = jnp.where(index <= last, index + (last - index) // window * window, index)
+    return jnp.take_along_axis(x, positions[:, :, None, None], axis=1)
 
 
 def decode(
@@ -193,17 +236,19 @@ def decode(
       A tuple of the float32 logits [V, B] and the updated cache.
     """
     rows = jnp.arange(len(tokens))
-    visible = jnp.arange(cache.length)[None] <= positions[:, None]
     keys, values = list(cache.k), list(cache.v)
 
-    def attend(q, k, v, layer):
-        keys[layer] = keys[layer].at[rows, :, :, positions].set(k)
-        values[layer] = values[layer].at[rows, :, positions].set(v)
-        return cached_attention(q, keys[layer], values[layer], visible)
+    def attend(layer, q, k, v):
+        size = keys[layer].shape[3]
+        index = positions % size if cache.windows[layer] else positions
+        keys[layer] = keys[layer].at[rows, :, :, index].set(k)
+        values[layer] = values[layer].at[rows, :, index].set(v)
+        # After `size` tokens, all stored tokens are in the window.
+        return cached_attention(q, keys[layer], values[layer], jnp.arange(size)[None] <= positions[:, None])
 
     x = _hidden_states(config, weights, tokens, positions, attend)
-    logits = jnp.matmul(weights["head"], x, preferred_element_type=jnp.float32)
-    return logits, KVCache(tuple(keys), tuple(values))
+    logits = jnp.matmul(weights["head"], x.T, preferred_element_type=jnp.float32)
+    return logits, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))
 
 
 def _hidden_states(
@@ -211,39 +256,17 @@ def _hidden_states(
     weights: Params,
     tokens: Int[Array, " M"],
     positions: Int[Array, " M"],
-    attend: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
-) -> Float[Array, "D M"]:
+    attend: Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array],
+) -> Float[Array, "M D"]:
     """Returns the final hidden states.
 
-    `attend(q, k, v, layer)` maps queries [M, num_heads, head_dim], and keys and values [M, num_kv_heads, head_dim], to
+    `attend(layer, q, k, v)` maps queries [M, num_heads, head_dim], and keys and values [M, num_kv_heads, head_dim], to
     an array of the shape of the queries.
     """
 
-    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return rms_norm(x.T, weight, config.norm_eps).T
-
-    # Rotary angles are computed once for all layers. Without the barrier, the compiler would compute their cosines and
-    # sines in every layer.
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None]
-    cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-
-    def rotate(x: jax.Array) -> jax.Array:
-        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-    def heads(w: Any, name: str, h: jax.Array) -> jax.Array:
-        # Without the barrier, the compiler would transpose the matmul into the slower form that this layout avoids.
-        y = jax.lax.optimization_barrier(w[name] @ h).T.reshape(len(tokens), -1, config.head_dim)
-        y = y + w[f"{name}_bias"][None] if config.attention_bias else y
-        return rms_norm(y, w[f"{name}_norm"], config.norm_eps) if config.qk_norm and name != "v" else y
-
-    x = constrain_sharding(weights["head" if config.tie_word_embeddings else "embed"][tokens].T, None, ROWS)
-    for layer, w in enumerate(weights["layers"]):
-        h = norm(x, w["attention_norm"])
-        attended = attend(rotate(heads(w, "q", h)), rotate(heads(w, "k", h)), heads(w, "v", h), layer)
-        x = constrain_sharding(x + w["o"] @ attended.reshape(len(tokens), -1).T, None, ROWS)
-        h = norm(x, w["mlp_norm"])
-        x = constrain_sharding(x + w["down"] @ (jax.nn.silu(w["gate"] @ h) * (w["up"] @ h)), None, ROWS)
-    return norm(x, weights["norm"])
+    rotations, kinds = make_rotations(config, positions), layer_kinds(config)
+    x = constrain_sharding(embed(config, weights["head" if config.tie_word_embeddings else "embed"], tokens), ROWS)
+    for layer, (own, kind) in enumerate(zip(weights["layers"], kinds, strict=True)):
+        rotation = rotations[kind.rope]
+        x = run_layer(config, _LayerWeights(config, own), x, rotation, functools.partial(attend, layer))
+    return normalize(config, x, weights["norm"])

@@ -1,5 +1,6 @@
 """Model FLOPs and bytes: the minimum work of a computation, derived from shapes. A multiply-add counts as two FLOPs."""
 
+import collections
 import math
 from collections.abc import Mapping
 
@@ -10,7 +11,7 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import is_adapter, without_adapter
 from poly_epo_jax.model.partition import is_trainable
-from poly_epo_jax.model.qwen3 import declared_weights
+from poly_epo_jax.model.transformer import declared_weights
 from poly_epo_jax.parallel.mesh import RULES
 
 
@@ -45,7 +46,7 @@ def forward_flops(
     """Returns the FLOPs of a forward pass over S sequences. A backward pass of all weights takes twice as many.
 
     The head is counted for response tokens only. Attention counts two matmuls over the head dimension for each pair of
-    a query and a key at the same or an earlier position of its sequence.
+    a query and a key at the same or an earlier position of its sequence, within the window of the layer.
 
     Args:
       config: Model configuration.
@@ -56,22 +57,30 @@ def forward_flops(
       The number of FLOPs.
     """
     lengths = (prompt_lengths + response_lengths).astype(float)
+
+    def pairs(window: int) -> float:
+        beyond = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+        return float((lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2).sum())
+
     matrices = 2 * (layer_weights(config) + sum(adapter_sizes(config).values())) * lengths.sum()
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (lengths * (lengths + 1) / 2).sum()
+    attention = 4 * config.num_heads * config.head_dim * sum(map(pairs, config.layer_windows))
     return float(matrices + attention + 2 * config.vocab_size * config.hidden_size * response_lengths.sum())
 
 
-def cache_bytes_per_token(config: ModelConfig, value_bytes: int) -> int:
-    """Returns the bytes of the cached keys and values of one token in all layers.
+def cache_bytes(config: ModelConfig, lengths: int | Int[np.ndarray, " S"], value_bytes: int) -> int:
+    """Returns the bytes of the cached keys and values of one or several sequences in all layers.
 
     Args:
       config: Model configuration.
+      lengths: Number of tokens of each sequence. Layers with a window cache at most as many tokens as their window.
       value_bytes: Bytes per cached value.
 
     Returns:
       The number of bytes.
     """
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * value_bytes
+    layers = collections.Counter(config.layer_windows).items()
+    tokens = sum(count * int(np.minimum(lengths, window or lengths).sum()) for window, count in layers)
+    return 2 * tokens * config.num_kv_heads * config.head_dim * value_bytes
 
 
 def trained_sizes(config: Config, model_config: ModelConfig) -> list[int]:

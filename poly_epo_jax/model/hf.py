@@ -16,12 +16,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.config.checks import check_of_type
-from poly_epo_jax.model.architectures import ARCHITECTURES, Weight
+from poly_epo_jax.model.architectures import ARCHITECTURES, VISION_WRAPPERS, Architecture, Weight
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import new_folder, open_tensors, write_tensors
+from poly_epo_jax.model.hf_files import StoredTensor, language_tensors, new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
-from poly_epo_jax.model.qwen3 import abstract_model, declared_weights, param_shapes
+from poly_epo_jax.model.rope import Yarn
 from poly_epo_jax.model.tokenizer_files import write_tokenizer
+from poly_epo_jax.model.transformer import abstract_model, declared_weights, param_shapes
 from poly_epo_jax.system.digests import write_digests
 from poly_epo_jax.system.json_files import read_object, write_json
 from poly_epo_jax.types import Params
@@ -55,16 +56,16 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
 
     Raises:
       FileNotFoundError: If `path` is not a model folder.
-      ValueError: If config.json is not a JSON object or is incomplete, or if `model.qwen3` does not support the model.
+      ValueError: If config.json is not a JSON object or is incomplete, or if the model is not supported.
     """
     file = _folder(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no config.json; specify a Hugging Face model folder.")
-    written = {
-        key: value
-        for key, value in read_object(file, "create or download the model folder again").items()
-        if value is not None
-    }
+    content = read_object(file, "create or download the model folder again")
+    if content.get("model_type") in VISION_WRAPPERS:
+        _check_value(file, "text_config", content.get("text_config"), Mapping)
+        content = {"model_type": VISION_WRAPPERS[content["model_type"]]} | content["text_config"]
+    written = {key: value for key, value in content.items() if value is not None}
     family = str(written.get("model_type"))
     if family not in ARCHITECTURES:
         choices = " or ".join(ARCHITECTURES)
@@ -77,24 +78,24 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
     architecture = ARCHITECTURES[family]
     for key in ("rope_scaling", "rope_parameters"):
         _check_value(file, key, written.get(key, {}), Mapping)
-    rope = {"rope_theta": written.get("rope_theta", 1e4)}
-    rope |= written.get("rope_scaling", {}) | written.get("rope_parameters", {})
     unsupported = [
         key
         for key, is_unsupported in architecture.unsupported.items()
         if key in written and is_unsupported(written[key])
     ]
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        unsupported.append("rope_scaling")
-        written["rope_scaling"] = rope
     if unsupported:
         value = written[unsupported[0]]
         raise ValueError(f"{file}: {unsupported[0]} {value!r} is not supported; choose a {family} model without it.")
-    shapes = _shapes(file, written, architecture.config_keys)
-    _check_value(file, "rope_theta", rope["rope_theta"], float)
-    return ModelConfig(
-        **shapes, **architecture.switches, family=family, rope_theta=float(rope["rope_theta"]), **overrides
-    )
+    shapes = _shapes(file, written, architecture)
+    try:
+        network = architecture.network(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    # Folders of models that were extended with YaRN may still state their original maximum length.
+    scalings = [rope.scaling for rope in network["ropes"] if isinstance(rope.scaling, Yarn)]
+    extended = [int(scaling.factor * scaling.original_max_position_embeddings) for scaling in scalings]
+    shapes["max_position"] = max([shapes["max_position"], *extended])
+    return ModelConfig(**shapes, **network, family=family, **overrides)
 
 
 def load_params(path: str | Path, config: ModelConfig, shardings: Params | None = None) -> Params:
@@ -115,14 +116,14 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
         embeddings differs from the embedding.
     """
     config = without_adapter(config)
-    tensors, source = _tensors(config), open_tensors(_folder(path))
+    tensors, source = _tensors(config), language_tensors(open_tensors(_folder(path)))
     _check_tensors(path, config, tensors, source)
 
     def load(key_path, leaf, sharding=None):
         host = np.empty(leaf.shape, leaf.dtype)
         for name, tensor in tensors.items():
             if tensor.path == _dotted(key_path):
-                host[tensor.index] = tensor.weight.restore(source[name].get_tensor(name), tensor.shape)
+                host[tensor.index] = tensor.weight.restore(source[name].read(), tensor.shape)
         if sharding is None:
             weight = jnp.asarray(host)
         else:
@@ -222,25 +223,22 @@ def _folder(path: str | Path) -> Path:
     return Path(path)
 
 
-def _shapes(file: Path, written: Mapping[str, Any], config_keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the ModelConfig fields that config.json sets. Missing keys have the defaults of Llama in transformers.
+def _shapes(file: Path, written: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Returns the ModelConfig fields that config.json sets. Missing keys have the defaults of transformers.
 
     Raises:
       ValueError: If a key without a default is missing, a value has the wrong type, or the head sizes do not match.
     """
+    config_keys = architecture.config_keys
     found = {field: written[key] for field, key in config_keys.items() if key in written}
     types = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for field, value in found.items():
         _check_value(file, config_keys[field], value, types[field])
-    heads = found.get("num_heads", 1)
-    defaults = {
-        "num_kv_heads": heads,
-        "norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    }
+    heads = found.get("num_heads", architecture.defaults.get("num_heads", 1))
+    defaults = {"num_kv_heads": heads}
     if found.get("hidden_size", 0) % heads == 0 and written["model_type"] != "qwen3":
         defaults["head_dim"] = found.get("hidden_size", 0) // heads
-    shapes = defaults | found
+    shapes = defaults | architecture.defaults | found
     for field, key in config_keys.items():
         if field not in shapes:
             raise ValueError(f"{file} does not contain {key!r}; add it.")
@@ -275,7 +273,9 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
+def _check_tensors(
+    path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: Mapping[str, StoredTensor]
+) -> None:
     head, embedding = (ARCHITECTURES[config.family].weights[path].name for path in ("untied_head", "embed"))
     for name in source:
         # Old versions of transformers saved the rotary frequencies. All versions compute them from config.json.
@@ -286,17 +286,15 @@ def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Ten
             raise ValueError(
                 f"{path} has no tensor {name}; download the complete model, or use the config.json of the same model."
             )
-        found, expected = source[name].get_slice(name), tensor.weight.hf_shape(tensor.shape)
+        found, expected = source[name].slice(), tensor.weight.hf_shape(tensor.shape)
         if tuple(found.get_shape()) != expected:
             raise ValueError(
                 f"{path}: {name} has shape {tuple(found.get_shape())}, but config.json requires {expected}."
             )
         if found.get_dtype() not in ("BF16", "F16", "F32"):
             raise ValueError(f"{path}: {name} has type {found.get_dtype()}; choose a model in BF16, F16 or F32.")
-    both = [
-        source[name].get_tensor(name) for name in (head, embedding) if config.tie_word_embeddings and head in source
-    ]
-    if both and not np.array_equal(*both):
+    has_both = config.tie_word_embeddings and head in source
+    if has_both and not np.array_equal(source[head].read(), source[embedding].read()):
         raise ValueError(
             f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings. transformers 4 and "
             f"5 load such folders as different models; set tie_word_embeddings to false, or remove {head}."
@@ -305,26 +303,25 @@ def _check_tensors(path: str | Path, config: ModelConfig, tensors: dict[str, Ten
 
 def _config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     architecture = ARCHITECTURES[config.family]
-    switches = {switch: getattr(config, switch) for switch in architecture.switches}
-    if switches != architecture.switches:
-        raise ValueError(
-            f"A {config.family} model requires {architecture.switches}, but has {switches}; choose another family."
-        )
-    return {
+    description = {
         "architectures": [architecture.class_name],
         "model_type": config.family,
         **{key: getattr(config, field) for field, key in architecture.config_keys.items()},
         "attention_bias": config.attention_bias,
         "hidden_act": "silu",
         "use_sliding_window": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "dtype": dtype,
-        # transformers 4, and servers that use it, read the same values from these keys.
-        "rope_theta": config.rope_theta,
-        "torch_dtype": dtype,
+        "torch_dtype": dtype,  # transformers 4, and servers that use it, read this key.
         # Written explicitly because the default of Llama is a token id.
         "bos_token_id": None,
+        **architecture.write(config),
     }
+    network = architecture.network(description)
+    found = {field: getattr(config, field) for field in network if getattr(config, field) != network[field]}
+    if found:
+        required = {field: network[field] for field in found}
+        raise ValueError(f"A {config.family} model requires {required}, but has {found}; choose another family.")
+    return description
 
 
 def _export(config: ModelConfig, params: Params, tensor: Tensor, dtype: str) -> jax.Array:

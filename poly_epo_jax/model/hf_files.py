@@ -1,13 +1,14 @@
 """Opens the safetensors files of a Hugging Face model folder, and writes them with several threads."""
 
 import json
+import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -50,8 +51,23 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def open_tensors(folder: Path) -> dict[str, Any]:
-    """Opens the safetensors files of a folder, and returns the open file of each tensor, keyed by tensor name.
+class StoredTensor(NamedTuple):
+    """A tensor in an open safetensors file, and its name in this file."""
+
+    file: Any
+    name: str
+
+    def read(self) -> np.ndarray:
+        """Reads the tensor."""
+        return self.file.get_tensor(self.name)
+
+    def slice(self) -> Any:
+        """Returns an object with the shape and type of the tensor."""
+        return self.file.get_slice(self.name)
+
+
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Opens the safetensors files of a folder, and returns its tensors, keyed by name.
 
     Raises:
       FileNotFoundError: If the folder has no safetensors files, or if a file in its index is missing.
@@ -79,7 +95,24 @@ def open_tensors(folder: Path) -> dict[str, Any]:
                     "model folder again."
                 )
             sources[name] = file
-    return {name: opened[file] for name, file in sources.items()}
+    return {name: StoredTensor(opened[file], name) for name, file in sources.items()}
+
+
+def language_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors of the language model by the names that they have without a vision model.
+
+    Args:
+      tensors: All tensors of a folder. If it contains a vision model, the names of the language model's tensors begin
+        with `language_model.` in transformers 4, and with `model.language_model.` in transformers 5.
+    """
+    if not any("language_model." in name for name in tensors):
+        return dict(tensors)
+    renamed = {
+        re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name): tensor
+        for name, tensor in tensors.items()
+        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name)
+    }
+    return {name.removeprefix("language_model."): tensor for name, tensor in renamed.items()}
 
 
 def _files(index: Path) -> list[str]:

@@ -1,9 +1,9 @@
 """LoRA (Hu et al., 2021): low-rank adapters, which are trained while the other weights are frozen.
 
 An adapter replaces a weight W [*in, *out] by W + (alpha / rank) A B, with A [*in, rank] and B [rank, *out]. Training
-computes x W + (alpha / rank) (x A) B, so that no gradient of the size of W is needed (qwen3.py). Generation and export
-use the sum, which `merge_adapter` computes. A and B are stored next to W in the parameter tree, as in `q_lora_a` and
-`q_lora_b`.
+computes x W + (alpha / rank) (x A) B, so that no gradient of the size of W is needed (transformer.py). Generation and
+export use the sum, which `merge_adapter` computes. A and B are stored next to W in the parameter tree, as in
+`q_lora_a` and `q_lora_b`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from poly_epo_jax.config.keys import Config, LoraSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.partition import split_params
-from poly_epo_jax.model.qwen3 import init_params
+from poly_epo_jax.model.transformer import init_params
 from poly_epo_jax.types import Params
 
 ADAPTER = r"layers\.\w+_lora_[ab]"

@@ -19,9 +19,9 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder
 from poly_epo_jax.model.lora import init_adapter, lora_fields, split_adapter, without_adapter
 from poly_epo_jax.model.partition import merge_params
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
 from poly_epo_jax.model.stop_strings import stop_string_ids
 from poly_epo_jax.model.tokenizer_files import copy_files, write_tokenizer
+from poly_epo_jax.model.transformer import Transformer, abstract_model
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests
 from poly_epo_jax.system.git_lfs import check_downloaded
@@ -48,7 +48,7 @@ class Policy:
 
     path: Path
     config: ModelConfig
-    model: Qwen3
+    model: Transformer
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
@@ -25,11 +25,11 @@ from poly_epo_jax.types import Registry, Sampler
 WEIGHT_SYNCS = ("disk", "tensor")
 
 
-def _embedded(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
+def _embedded(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
     return open_weights(model, mesh, stop_ids, config, config.train.max_prompt_tokens)
 
 
-def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
+def _jetstream(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
     from poly_epo_jax.rollouts.jetstream.engine import EngineSize
     from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler  # google-jetstream is optional
 
@@ -39,13 +39,15 @@ def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config
     return JetStreamSampler(model, mesh, stop_ids, size)
 
 
-def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> ServerSampler:
+def _sglang(
+    model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False
+) -> ServerSampler:
     if sleep and config.train.staleness:
         raise ConfigError("rollouts.options.sleep=True does not support train.staleness=1; set train.staleness=0.")
     return _trained_client(SGLANG, model, mesh, stop_ids, config, sleep)
 
 
-def _vllm(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> ServerSampler:
+def _vllm(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> ServerSampler:
     if config.rollouts.weight_sync != "disk":
         raise ConfigError(
             f"rollouts.weight_sync={config.rollouts.weight_sync!r} does not support rollouts.name='vllm'; set "
@@ -60,7 +62,7 @@ def _vllm_dialect(config: Config, vocab_size: int = 0, max_prompt_tokens: int = 
 
 
 def _trained_client(
-    dialect: Dialect, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, sleeps: bool = False
+    dialect: Dialect, model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, sleeps: bool = False
 ) -> ServerSampler:
     section = config.rollouts
     if section.shared_servers and not hosts.is_first():
@@ -80,7 +82,7 @@ def _trained_client(
 def _client(
     urls: Sequence[str],
     weights: ServedWeights | AdoptedWeights,
-    model: Qwen3,
+    model: Transformer,
     stop_ids: Sequence[int],
     config: Config,
 ) -> ServerSampler:
@@ -94,7 +96,9 @@ def _client(
     )
 
 
-def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int) -> Sampler:
+def open_weights(
+    model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int
+) -> Sampler:
     """Returns a sampler that generates with local weights.
 
     Args:
@@ -122,7 +126,7 @@ async def model_info(url: str, config: Config) -> ModelInfo:
 
 
 def open_server(
-    url: str, model: Qwen3, stop_ids: Sequence[int], config: Config, weight_version: str | None = None
+    url: str, model: Transformer, stop_ids: Sequence[int], config: Config, weight_version: str | None = None
 ) -> Sampler:
     """Returns a sampler that generates with the current weights of a server.
 

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from poly_epo_jax.config.keys import BaseSection, Config, OptimizerSection, TaskSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model, init_params
+from poly_epo_jax.model.rope import Rope
+from poly_epo_jax.model.transformer import abstract_model, init_params
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.rollouts.prompts import encode_prompts
@@ -162,7 +163,7 @@ def base_shape(base: BaseSection, task: Task) -> ModelConfig:
         num_heads=base.num_heads,
         num_kv_heads=base.num_kv_heads,
         head_dim=base.head_dim,
-        rope_theta=1e4,
+        ropes=(Rope(1e4),),
         dtype="float32",
         remat="none",
         scan_unroll=base.num_layers,

@@ -20,7 +20,7 @@ from poly_epo_jax.model.lora import lora_fields, trained_pattern
 from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.policy import find_model
 from poly_epo_jax.model.presets import has_preset, preset_config
-from poly_epo_jax.model.qwen3 import AUTO, abstract_model, param_shapes
+from poly_epo_jax.model.transformer import AUTO, abstract_model, param_shapes
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS

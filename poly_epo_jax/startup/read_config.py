@@ -26,7 +26,7 @@ from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
-from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES
+from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES

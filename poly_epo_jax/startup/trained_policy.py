@@ -9,7 +9,7 @@ from poly_epo_jax.config.keys import LoraSection, ModelSection
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.lora import ADAPTER
 from poly_epo_jax.model.policy import Policy, model_digest, open_policy
-from poly_epo_jax.model.qwen3 import param_shapes
+from poly_epo_jax.model.transformer import param_shapes
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.records.run_folder import CHECKPOINTS, POLICY, checkpoint_digest, read_about, read_config
 from poly_epo_jax.startup.resume_checks import check_version

@@ -16,7 +16,7 @@ from poly_epo_jax.config.keys import Config, OptimizerSection, updates_per_step
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.partition import merge_params, split_params
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.compiler_options import compiler_options
 from poly_epo_jax.parallel.sharding import param_shardings, replicated, row_sharding
 from poly_epo_jax.set_rl import policy_gradient_loss
@@ -66,7 +66,7 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        model: Qwen3,
+        model: Transformer,
         mesh: Mesh,
         objective: UpdateObjective = LIKELIHOOD,
         config: OptimizerSection = DEFAULTS,
@@ -271,7 +271,7 @@ class PolicyUpdate:
         return row_sharding(self.mesh) if x.ndim else replicated(self.mesh)
 
 
-def make_update(config: Config, model: Qwen3, mesh: Mesh) -> PolicyUpdate:
+def make_update(config: Config, model: Transformer, mesh: Mesh) -> PolicyUpdate:
     """Creates the update of a run. The bench and the ahead-of-time compiler measure the same update.
 
     Args:

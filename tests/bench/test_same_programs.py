@@ -17,7 +17,7 @@ from poly_epo_jax.bench import stages
 from poly_epo_jax.bench.aot import programs
 from poly_epo_jax.bench.workload import Workload, make_workload
 from poly_epo_jax.config.keys import Config, updates_per_step
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.prepare import model_shape
 from poly_epo_jax.startup.read_config import read_config

@@ -25,7 +25,7 @@ from poly_epo_jax.judges import llm
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.qwen3 import Qwen3, abstract_model
+from poly_epo_jax.model.transformer import Transformer, abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots
@@ -111,7 +111,7 @@ def make_policy(config: Config, seed: int, folder) -> ModelConfig:
     task = make_task(config.task)
     assert isinstance(task, DemonstratedTask)
     shape, tokenizer = base_shape(config.base, task), build_character_tokenizer(task.alphabet)
-    params = nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(seed)))[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(shape, nnx.Rngs(seed)))[1])
     hf.save_pretrained(folder, params, shape, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
     return shape
 

@@ -17,7 +17,7 @@ from training_runs import as_flags, environment
 from configs import gsm8k
 from poly_epo_jax.memory_plan.tables import plan_of
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.prepare import model_shape
@@ -74,7 +74,7 @@ def test_training_runs(tmp_path: Path, data: dict[str, str], caches: dict[str, P
     tokenizer = build_character_tokenizer(string.printable)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
     shape = dataclasses.replace(TINY, vocab_size=len(tokenizer))
-    params = jax.device_get(nnx.to_pure_dict(nnx.split(Qwen3(shape, nnx.Rngs(0)))[1]))
+    params = jax.device_get(nnx.to_pure_dict(nnx.split(Transformer(shape, nnx.Rngs(0)))[1]))
     hf.save_pretrained(model, params, shape, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
     settings = caches | {
         "workdir": tmp_path / "run",

@@ -1,4 +1,4 @@
-"""Tests of the model family in docs/how_to/extend.md: Mistral, which has the network of Llama."""
+"""Tests of the model family in docs/how_to/extend.md: Ministral, which has the network of Llama."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -44,8 +44,8 @@ def my_config(tmp_path: Path) -> Iterator[None]:
 
 
 def write_folder(folder: Path, **changes: Any) -> Path:
-    """Writes a model folder in the format of transformers, with random tensors under the names of Mistral."""
-    transformers.MistralConfig(**SIZES | changes).save_pretrained(folder)
+    """Writes a model folder in the format of transformers, with random tensors under the names of Ministral."""
+    transformers.MinistralConfig(**SIZES | changes).save_pretrained(folder)
     rng = np.random.default_rng(0)
     width, kv_width, d, mlp = 4 * 6, 2 * 6, 16, 24
     layer = {
@@ -81,8 +81,8 @@ def logits(folder: Path) -> jax.Array:
 
 
 def test_logits_equal_those_of_llama_with_the_same_weights(tmp_path: Path):
-    folder = write_folder(tmp_path / "mistral")
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "mistral"
+    folder = write_folder(tmp_path / "ministral")
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "ministral"
     found = logits(folder)
     edit_config(folder, model_type="llama")
     np.testing.assert_array_equal(found, logits(folder))
@@ -90,11 +90,11 @@ def test_logits_equal_those_of_llama_with_the_same_weights(tmp_path: Path):
 
 
 def test_weights_are_saved_in_the_format_of_the_family(tmp_path: Path):
-    folder = write_folder(tmp_path / "mistral")
+    folder = write_folder(tmp_path / "ministral")
     config = read_model_config(folder)
     save_pretrained(tmp_path / "trained", load_params(folder, config), config, dtype="float32")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "trained")
-    assert isinstance(theirs, transformers.MistralConfig) and theirs.architectures == ["MistralForCausalLM"]
+    assert isinstance(theirs, transformers.MinistralConfig) and theirs.architectures == ["MinistralForCausalLM"]
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "trained"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -102,15 +102,15 @@ def test_weights_are_saved_in_the_format_of_the_family(tmp_path: Path):
 
 
 def test_unsupported_settings_are_rejected(tmp_path: Path):
-    folder = write_folder(tmp_path / "mistral", sliding_window=4096)
-    with pytest.raises(ValueError, match=r"sliding_window.*4096"):
+    folder = write_folder(tmp_path / "ministral", sliding_window=4096)
+    with pytest.raises(ValueError, match=r"layer_types.*sliding_attention"):
         read_model_config(folder)
 
 
 def test_renamed_settings_and_tensors_are_read(tmp_path: Path):
-    folder = write_folder(tmp_path / "mistral")
+    folder = write_folder(tmp_path / "ministral")
     expected = logits(folder)
-    known = ARCHITECTURES["mistral"]
+    known = ARCHITECTURES["ministral"]
     table = known.weights["embed"]
     ARCHITECTURES["renamed"] = dataclasses.replace(
         known,

@@ -27,7 +27,7 @@ from user_packages import user_variables
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.records.run_folder import read_rows
 
 pytestmark = pytest.mark.slow
@@ -461,10 +461,9 @@ def small_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
-        rope_theta=1e6,
         dtype="float32",
     )
-    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(0)))[1])
     hf.save_pretrained(folder, params, config, dtype="float32", eos_token_id=151_643)
     AutoTokenizer.from_pretrained(_shared() / "tokenizers" / "qwen3").save_pretrained(folder)
     return folder

@@ -26,7 +26,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.lora import lora_fields, trained_pattern
 from poly_epo_jax.model.presets import PRESETS, preset_config
-from poly_epo_jax.model.qwen3 import AUTO, REMAT_POLICIES, Qwen3, abstract_model
+from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES, Transformer, abstract_model
 from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -92,7 +92,7 @@ def test_plan_matches_compiled_programs(case: Case):
     config, shape = case.config(), case.shape()
     machine = Machine("cpu", dict(zip(AXES, case.mesh, strict=True)))
     plan = make_plan(config, shape, machine, None)
-    model = nnx.eval_shape(lambda: Qwen3(shape, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0)))
     update = PolicyUpdate(
         model, make_mesh(*case.mesh), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
     )

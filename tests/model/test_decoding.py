@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_qwen3 import FAMILIES, QWEN3, build, forward, pack, random_params
+from test_layer import FAMILIES, QWEN3, build, forward, pack, random_params
 
-from poly_epo_jax.model import decoding
+from poly_epo_jax.model import decoding, layer
 
 LENGTHS, TOTAL = (5, 8, 1), 9  # Prompt lengths, and the number of tokens of each row.
 prefill = jax.jit(decoding.prefill, static_argnums=0)
@@ -61,6 +61,17 @@ def test_decoding_matches_the_packed_forward_pass(name, cache_length):
 
 
 @pytest.mark.slow
+def test_another_mlp_is_defined_once_for_training_and_decoding(monkeypatch):
+    monkeypatch.setitem(layer.ACTIVATIONS, "squared_relu", lambda x: jnp.square(jax.nn.relu(x)))
+    config, params, tokens = make_case("qwen3")
+    silu = decoded(config, params, tokens, TOTAL)
+    config = dataclasses.replace(config, activation="squared_relu")
+    logits = decoded(config, params, tokens, TOTAL)
+    assert np.abs(logits - silu).max() > 0.1
+    assert_matches_packed_forward(config, params, tokens, logits, atol=2e-5)
+
+
+@pytest.mark.slow
 def test_decoding_in_bfloat16():
     config, params, tokens = make_case("qwen3")
     config = dataclasses.replace(config, dtype="bfloat16")
@@ -77,7 +88,7 @@ def test_resizing_a_cache_truncates_or_pads(length):
     cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), decoding.init_cache(QWEN3, 2, 6))
     resized, kept = cache.resized(length), min(length, 6)
     assert resized.length == length
-    for k, v, old_k, old_v in zip(*resized, *cache, strict=True):
+    for k, v, old_k, old_v in zip(resized.k, resized.v, cache.k, cache.v, strict=True):
         np.testing.assert_array_equal(k[..., :kept], old_k[..., :kept])
         np.testing.assert_array_equal(v[:, :, :kept], old_v[:, :, :kept])
         assert not k[..., kept:].any() and not v[:, :, kept:].any()

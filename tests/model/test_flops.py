@@ -1,5 +1,7 @@
 """Compares model FLOPs with manual counts and with the weights of the model."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from flax import nnx
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.presets import PRESETS, has_preset, preset_config
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 
 CONFIG = ModelConfig(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 BILLIONS = {
@@ -26,7 +28,7 @@ def test_total_weights_counts_the_matrices_of_the_model(tie_word_embeddings):
     config = ModelConfig(
         50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, tie_word_embeddings=tie_word_embeddings
     )
-    leaves = jax.tree.leaves_with_path(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
+    leaves = jax.tree.leaves_with_path(nnx.split(Transformer(config, nnx.Rngs(0)))[1])
     matrices = sum(leaf.size for path, leaf in leaves if "norm" not in jax.tree_util.keystr(path))
     assert flops.total_weights(config) == matrices
 
@@ -38,9 +40,19 @@ def test_forward_flops_match_a_manual_count():
     assert flops.forward_flops(CONFIG, np.array([2, 1]), np.array([1, 2])) == expected
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 9])
+def test_windows_limit_attention_and_cache(window):
+    """One of three layers has a window."""
+    config, lengths = dataclasses.replace(CONFIG, windows=(0, window, 0)), np.array([5, 8])
+    pairs = sum(min(position + 1, window) - (position + 1) for length in lengths for position in range(length))
+    difference = flops.forward_flops(config, lengths, lengths * 0) - flops.forward_flops(CONFIG, lengths, lengths * 0)
+    assert difference == 4 * CONFIG.num_heads * CONFIG.head_dim * pairs
+    assert flops.cache_bytes(config, 5, 4) == 2 * (10 + min(5, window)) * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+
+
 def test_cache_bytes_of_qwen3_4b():
     config = preset_config("Qwen/Qwen3-4B-Base")
-    assert flops.cache_bytes_per_token(config, 2) == 147_456
+    assert flops.cache_bytes(config, 1, 2) == 147_456
 
 
 @pytest.mark.parametrize("name", PRESETS)

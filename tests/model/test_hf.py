@@ -15,7 +15,8 @@ from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.rope import Linear, Rope, Yarn
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "blockwise"}
@@ -26,7 +27,7 @@ SMALL = ModelConfig(
 
 def random_params(config, seed=0):
     """Draws initial weights and adds noise, so that norms are not 1 and biases are not 0."""
-    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(seed)))[1])
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), params)
 
@@ -55,7 +56,7 @@ def test_loaded_params_have_the_structure_of_the_model(tmp_path):
 def test_weights_have_the_given_shardings(tmp_path):
     params = random_params(SMALL)
     save_pretrained(tmp_path / "model", params, SMALL, dtype="float32")
-    shardings = param_shardings(nnx.eval_shape(lambda: Qwen3(SMALL, nnx.Rngs(0))), make_mesh(2, 2, 2))
+    shardings = param_shardings(nnx.eval_shape(lambda: Transformer(SMALL, nnx.Rngs(0))), make_mesh(2, 2, 2))
     loaded = load_params(tmp_path / "model", SMALL, shardings)
     assert_trees_equal(loaded, params)
     assert jax.tree.map(lambda x: x.sharding, loaded) == shardings
@@ -154,7 +155,33 @@ def test_configs_of_transformers_4_are_supported(tmp_path):
 )
 def test_rope_theta_is_read_from_old_and_new_keys(changes, rope_theta, tmp_path):
     write_config(tmp_path, **changes)
-    assert read_model_config(tmp_path).rope_theta == rope_theta
+    assert read_model_config(tmp_path).ropes == (Rope(rope_theta),)
+
+
+def test_yarn_extends_the_maximum_length(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    write_config(tmp_path, max_position_embeddings=40960, rope_scaling=yarn)
+    config = read_model_config(tmp_path)
+    assert (config.max_position, config.ropes) == (131072, (Rope(1e6, Yarn(4.0, 32768)),))
+
+
+def test_the_language_model_of_a_vision_folder_is_read(tmp_path):
+    """Its config.json omits sizes that equal the defaults, and transformers 4 and 5 prefix the names of tensors."""
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "sliding_window": 1024, "head_dim": 4}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    config = read_model_config(tmp_path, **FLOAT32)
+    assert (config.family, config.num_heads, config.num_kv_heads, config.query_size) == ("gemma3_text", 8, 4, 256)
+    assert config.windows == (1024,) * 5 + (0, 1024)
+    assert config.ropes == (Rope(1e4),) * 5 + (Rope(1e6, Linear(8.0)), Rope(1e4))
+    params = random_params(config)
+    save_pretrained(tmp_path / "text", params, config, dtype="float32")
+    tensors = load_file(tmp_path / "text/model.safetensors")
+    vision = {"vision_tower.weight": np.zeros(3, np.float32), "multi_modal_projector.weight": np.zeros(3, np.float32)}
+    for rename in (lambda name: f"language_model.{name}", lambda name: name.replace("model.", "model.language_model.")):
+        renamed = {rename(name): tensor for name, tensor in tensors.items()}
+        save_file(renamed | vision, tmp_path / "model.safetensors")
+        assert_trees_equal(load_params(tmp_path, config), params)
 
 
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
@@ -165,7 +192,7 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
-    config = dataclasses.replace(SMALL, rope_theta=12345.0)
+    config = dataclasses.replace(SMALL, ropes=(Rope(12345.0),))
     save_pretrained(tmp_path / "model", random_params(config), config, dtype=dtype)
     written = json.loads((tmp_path / "model/config.json").read_text())
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 12345.0
@@ -176,13 +203,21 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; choose a qwen3 or qwen2 or llama model\."),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .*'linear'.* is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling .*'yarn'.* is not supported"),
+        ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; choose a qwen3 or qwen2 or llama or "),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling .*'dynamic'.* is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters .*'longrope'.* is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling does not contain 'factor'; add it"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2' must be a finite number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "extra": 1}}, "rope_scaling.extra is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"attention_bias": True}, "attention_bias True is not supported; choose a qwen3 model without it"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias True is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers=.* must contain 2 values"),
+        ({"model_type": "olmo3", "layer_types": ["other"] * 2}, "layer_types=.* must contain 2 values"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*; nest it under"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* is not supported"),
         ({"hidden_size": None}, "'hidden_size'; add it"),

@@ -37,7 +37,7 @@ from poly_epo_jax.model.lora import (
     without_adapter,
 )
 from poly_epo_jax.model.partition import merge_params
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts

@@ -17,7 +17,7 @@ from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.hf import save_pretrained
 from poly_epo_jax.model.lora import split_adapter, without_adapter
 from poly_epo_jax.model.peft import PREFIX, save_adapter
-from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
+from poly_epo_jax.model.transformer import abstract_model, declared_weights
 
 TOKENS = np.random.default_rng(0).integers(0, ADAPTED.vocab_size, (2, 9))
 

@@ -19,7 +19,8 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.rope import Rope
+from poly_epo_jax.model.transformer import Transformer
 
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
     import torch  # pyright: ignore[reportMissingImports]
@@ -45,7 +46,7 @@ def draw_config(index):
         num_heads=heads,
         num_kv_heads=(1, heads, 2)[index // 3 % 3],
         head_dim=hidden_size // heads if family == "qwen2" else int(rng.choice([4, 14, 16])),
-        rope_theta=float(10 ** rng.uniform(2, 6)),
+        ropes=(Rope(float(10 ** rng.uniform(2, 6))),),
         norm_eps=float(rng.choice([1e-6, 1e-5, 1e-2])),
         max_position=64,
         tie_word_embeddings=bool(rng.random() < 0.5),
@@ -65,7 +66,7 @@ def random_transformer(config, seed=0):
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.ropes[0].theta},
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tie_word_embeddings,
     }
@@ -85,7 +86,7 @@ def random_transformer(config, seed=0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def compute_logits(config, params, tokens):
-    model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[0], params)
+    model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))[0], params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     return model(tokens, positions, jnp.ones_like(tokens)) @ model.head.T
 

@@ -14,7 +14,7 @@ from sglang_servers import STARTED_WITHIN, running
 from vllm_servers import TOKENIZER, UNTIED, VLLMServer, require_vllm
 
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.content_check import ContentCheck

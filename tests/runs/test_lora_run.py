@@ -17,7 +17,7 @@ from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.export import __main__ as export
 from poly_epo_jax.model.hf import load_params, read_model_config
 from poly_epo_jax.model.lora import split_adapter
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import read_about
 from poly_epo_jax.startup.trained_policy import open_trained_policy

@@ -14,7 +14,7 @@ from programs import COLLECTIVES, loop_bodies
 
 from poly_epo_jax.model.flops import total_weights
 from poly_epo_jax.model.presets import preset_config
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
 from poly_epo_jax.step.objective import UpdateObjective
@@ -31,7 +31,7 @@ pytestmark = [
 
 @functools.cache
 def compiled():
-    model = nnx.eval_shape(lambda: Qwen3(CONFIG, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(CONFIG, nnx.Rngs(0)))
     update = PolicyUpdate(
         model, make_mesh(1, DEVICES, 1), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
     )
@@ -80,7 +80,7 @@ def test_the_layer_loop_copies_all_gradients_only_if_unrolled(scan_unroll: int, 
     sizes = {"num_layers": 6, "hidden_size": 64, "mlp_size": 160, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     computed = {"vocab_size": 96, "dtype": "float32", "remat": "none", "scan_unroll": scan_unroll}
     config = dataclasses.replace(CONFIG, **sizes, **computed)
-    model = nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
     update = PolicyUpdate(
         model, make_mesh(1, 1, 1), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
     )

@@ -8,7 +8,7 @@ from fakes import TINY, tiny_params
 
 from poly_epo_jax.config.keys import LoraSection
 from poly_epo_jax.model.lora import is_adapter, lora_fields
-from poly_epo_jax.model.qwen3 import abstract_model, declared_weights
+from poly_epo_jax.model.transformer import abstract_model, declared_weights
 from poly_epo_jax.types import Params
 
 SECTION = LoraSection(rank=3, alpha=6.0)

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from poly_epo_jax.config.keys import OptimizerSection
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.rope import Rope
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.set_rl import policy_gradient_loss
@@ -41,11 +42,11 @@ TINY = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    rope_theta=1e4,
+    ropes=(Rope(1e4),),
     dtype="float32",
     remat="none",
 )
-TINY_MODEL = nnx.eval_shape(lambda: Qwen3(TINY, nnx.Rngs(0)))
+TINY_MODEL = nnx.eval_shape(lambda: Transformer(TINY, nnx.Rngs(0)))
 PROBLEMS = [Problem(id, f"{id}:", "a") for id in ("p", "q", "r")]
 LETTERS = "abcd"
 PATIENCE = 60.0  # Timeout in seconds of waits in tests. It is never reached in a test that passes.

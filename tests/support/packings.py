@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.mesh import AXES
 
 KINDS = {"cpu": "cpu", "gpu": "NVIDIA H200", "tpu": "TPU v5p"}

@@ -20,7 +20,9 @@ from fakes import TINY
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import init_params, rms_norm, rope
+from poly_epo_jax.model.layer import rms_norm
+from poly_epo_jax.model.rope import make_rotation, rotate
+from poly_epo_jax.model.transformer import init_params
 from poly_epo_jax.types import Params
 
 ROUTER = "http://router"
@@ -157,6 +159,7 @@ def _forward(config: ModelConfig, params: Params, head: Any, ids: Any, num_cache
     """Returns the logits [T, V], and keys and values of all layers, of which the first `num_cached` are `cached`."""
     positions = jnp.arange(len(ids))
     visible = positions[:, None] >= positions[None]
+    rotation = make_rotation(config.ropes[0], config.head_dim, positions)
     x = params["embed"][ids]
     keys_and_values = []
     for layer in range(config.num_layers):
@@ -164,7 +167,7 @@ def _forward(config: ModelConfig, params: Params, head: Any, ids: Any, num_cache
         h = rms_norm(x, w["attention_norm"], config.norm_eps)
         q, k, v = (jnp.einsum("td,dnh->tnh", h, w[name]) for name in "qkv")
         q, k = (rms_norm(y, w[name], config.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
-        q, k = (rope(y[None], positions[None], config.rope_theta)[0] for y in (q, k))
+        q, k = (rotate(y, rotation) for y in (q, k))
         if cached is not None:
             is_cached = (positions < num_cached)[:, None, None]
             k, v = (jnp.where(is_cached, old, new) for old, new in zip(cached[layer], (k, v), strict=True))

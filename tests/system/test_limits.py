@@ -12,7 +12,7 @@ from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.memory_plan.tables import machine_of, plan_of
 from poly_epo_jax.model.presets import preset_config
-from poly_epo_jax.model.qwen3 import AUTO
+from poly_epo_jax.model.transformer import AUTO
 from poly_epo_jax.startup.prepare import check_memory
 from poly_epo_jax.study.queue import cores
 from poly_epo_jax.system import limits

@@ -1,5 +1,8 @@
 """Computes the FLOPs of attention kernels from their input rows, because they cannot be read from a program's text."""
 
+import collections
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Int
 
@@ -36,13 +39,14 @@ def kernel_flops(config: ModelConfig, segment_ids: Int[np.ndarray, "R T"], heads
       The FLOPs, or 0 if the kernel is not an attention kernel.
     """
     products = next((count for name, count in PRODUCTS.items() if name in kernel), 0)
-    return 2.0 * products * config.head_dim * heads * kernel_pairs(segment_ids, kernel)
+    return 2.0 * products * config.head_dim * heads * kernel_pairs(config, segment_ids, kernel)
 
 
-def kernel_pairs(segment_ids: Int[np.ndarray, "R T"], kernel: str) -> int:
-    """Counts the query-key pairs in all blocks that a kernel computes.
+def kernel_pairs(config: ModelConfig, segment_ids: Int[np.ndarray, "R T"], kernel: str) -> float:
+    """Counts the query-key pairs in all blocks that a kernel computes, on average over the layers.
 
     Args:
+      config: Configuration of the model, which defines the windows of the layers.
       segment_ids: Segment ids [R, T] of the packed rows, 0 for padding.
       kernel: Name of the kernel.
 
@@ -50,22 +54,27 @@ def kernel_pairs(segment_ids: Int[np.ndarray, "R T"], kernel: str) -> int:
       The number of pairs, or 0 if the kernel is not an attention kernel.
     """
     block = next((block for name, block in BLOCKS.items() if kernel.startswith(name)), None)
-    return visited_pairs(segment_ids, *block) if block else 0
+    if block is None:
+        return 0.0
+    counts = collections.Counter(config.layer_windows).items()
+    return sum(count * visited_pairs(segment_ids, *block, window) for window, count in counts) / config.num_layers
 
 
-def visited_pairs(segment_ids: Int[np.ndarray, "R T"], query_block: int, key_block: int) -> int:
+def visited_pairs(segment_ids: Int[np.ndarray, "R T"], query_block: int, key_block: int, window: int = 0) -> int:
     """Counts the query-key pairs in all blocks that contain at least one visible pair.
 
-    A pair is visible if query and key belong to the same segment and the key is not after the query.
+    A pair is visible if query and key belong to the same segment, and the key is not after the query and within the
+    window of the layer.
 
     Args:
       segment_ids: Segment ids [R, T] of the packed rows, 0 for padding.
       query_block: Number of queries per block.
       key_block: Number of keys per block.
+      window: Number of tokens that a token sees, including itself. 0 disables the window.
     """
     visited = 0
     for row in segment_ids:
-        starts = _starts(row)
+        starts = _starts(row, window)
         for begin in range(0, len(row), query_block):
             end = min(begin + query_block, len(row))
             # Of all queries in the block, the segment of the first one starts earliest.
@@ -74,13 +83,17 @@ def visited_pairs(segment_ids: Int[np.ndarray, "R T"], query_block: int, key_blo
     return visited
 
 
-def own_pairs(segment_ids: Int[np.ndarray, "R T"]) -> int:
-    """Counts the visible query-key pairs. Each padding token attends only to itself."""
-    return sum(int((np.arange(len(row)) - _starts(row) + 1).sum()) for row in segment_ids)
+def own_pairs(segment_ids: Int[np.ndarray, "R T"], windows: Sequence[int] = (0,)) -> float:
+    """Counts the visible query-key pairs, on average over layers with these windows. Padding tokens see themselves."""
+    counts = collections.Counter(windows).items()
+    pairs = (n * (np.arange(len(row)) - _starts(row, w) + 1).sum() for w, n in counts for row in segment_ids)
+    return float(sum(pairs)) / len(windows)
 
 
-def _starts(row: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
-    """Returns the index of the first token of each token's segment. Each padding token is a separate segment."""
+def _starts(row: Int[np.ndarray, " T"], window: int) -> Int[np.ndarray, " T"]:
+    """Returns the index of the first token that each token sees. Each padding token is a separate segment."""
     begins = np.ones(len(row), bool)
     begins[1:] = (row[1:] != row[:-1]) | (row[1:] == 0)
-    return np.maximum.accumulate(np.where(begins, np.arange(len(row)), 0))
+    index = np.arange(len(row))
+    starts = np.maximum.accumulate(np.where(begins, index, 0))
+    return np.maximum(starts, index - window + 1) if window else starts

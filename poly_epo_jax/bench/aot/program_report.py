@@ -155,8 +155,9 @@ class ProgramReport:
 
     def _attention_ratio(self) -> float | None:
         """Returns the ratio of computed to visible attention pairs, or None without an attention kernel."""
-        visited = [kernel_pairs(self._segment_ids, kernel) for kernel in self.programs["gradient"]["kernels"]]
-        return max(visited) / own_pairs(self._segment_ids) if any(visited) else None
+        config, ids = self._model_config, self._segment_ids
+        visited = [kernel_pairs(config, ids, kernel) for kernel in self.programs["gradient"]["kernels"]]
+        return max(visited) / own_pairs(ids, config.layer_windows) if any(visited) else None
 
 
 def summarize_collectives(found: ProgramEstimate) -> Iterator[dict[str, Any]]:

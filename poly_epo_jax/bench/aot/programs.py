@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.qwen3 import abstract_model, param_shapes
+from poly_epo_jax.model.transformer import abstract_model, param_shapes
 from poly_epo_jax.parallel.sharding import host_mesh, param_shardings, replicated
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.slots import TURNOVER, cache_sizes, capacity

@@ -34,6 +34,9 @@ IMPLEMENTATIONS = {"blockwise": blockwise_attention, "triton": _triton, "splash"
 SUPPORTS_SHARED_PROMPTS = ("blockwise",)
 """Implementations that support shared prompts. The others require rows in which each sequence contains its prompt."""
 
+SUPPORTS_WINDOWS = ("blockwise", "triton")
+"""Implementations that support windows, because they read `Segments.first` of every query."""
+
 DEFAULT_IMPLEMENTATIONS = {"cpu": "blockwise", "gpu": "triton", "tpu": "splash"}
 """Fastest implementation on each platform. Other platforms use `blockwise`."""
 
@@ -49,6 +52,7 @@ def packed_attention(
     implementation: str = "auto",
     max_segment_tokens: int = 0,
     positions: Int[Array, "B T"] | None = None,
+    window: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B T H D"]:
     """Computes softmax(q k' / sqrt(D)) v over the visible tokens of packed rows.
 
@@ -66,14 +70,15 @@ def packed_attention(
       positions: Position of each token in its sequence. With an implementation in SUPPORTS_SHARED_PROMPTS, a
         segment that starts at a position above 0 also sees the prompt that it continues, see `make_segments`. If None,
         prompts are not shared.
+      window: Number of tokens that a token sees, including itself. It may be traced. 0 disables the window.
 
     Returns:
       The outputs of all query heads.
     """
-    attend, segments = (
-        IMPLEMENTATIONS[resolve_implementation(implementation)],
-        make_segments(segment_ids, max_segment_tokens, positions),
-    )
+    has_window = not isinstance(window, int) or window > 0
+    attend = IMPLEMENTATIONS[resolve_implementation(implementation, has_window)]
+    segments = make_segments(segment_ids, max_segment_tokens, positions)
+    segments = segments.within(window, positions) if has_window else segments
     if not jax.sharding.get_abstract_mesh().empty:
         # The compiler cannot shard a kernel or its loops. Each device runs them on its local rows and heads.
         heads, rows = PartitionSpec(ROWS, None, "tensor", None), PartitionSpec(ROWS, None)
@@ -105,12 +110,19 @@ def cached_attention(
     return jnp.einsum("bkgs,bksd->bkgd", weights, v).reshape(q.shape)
 
 
-def resolve_implementation(implementation: str) -> str:
+def resolve_implementation(implementation: str, has_window: bool = False) -> str:
     """Returns the implementation that a value of `model.attention` selects.
 
-    "auto" selects the kernel of the platform that is being traced for, or "blockwise" if it failed the self-check.
+    Args:
+      implementation: Key of IMPLEMENTATIONS, or "auto", which selects the kernel of the platform that is being traced
+        for, unless this kernel failed the self-check or does not support windows.
+      has_window: Whether the attention has a window.
+
+    Returns:
+      A key of IMPLEMENTATIONS.
     """
     if implementation != "auto":
         return implementation
     kernel = DEFAULT_IMPLEMENTATIONS.get(platform(), "blockwise")
-    return "blockwise" if kernel in disabled_kernels else kernel
+    is_usable = kernel not in disabled_kernels and (kernel in SUPPORTS_WINDOWS or not has_window)
+    return kernel if is_usable else "blockwise"

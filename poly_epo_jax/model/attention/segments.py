@@ -51,6 +51,24 @@ class Segments:
         end = jnp.broadcast_to(end, (rows, len(end)))
         return jax.tree.map(lambda x: jnp.concatenate([x, end], axis=1), self)
 
+    def within(self, window: int | Int[Array, ""], positions: Int[Array, "B T"] | None) -> "Segments":
+        """Restricts the visible tokens of each token to the last ones.
+
+        Args:
+          window: Number of visible tokens, including the token itself. It may be traced.
+          positions: Position of each token in its sequence, or None if prompts are not shared.
+
+        Returns:
+          The restricted segments.
+        """
+        index = jnp.arange(self.first.shape[1], dtype=jnp.int32)[None]
+        first = jnp.maximum(self.first, index - window + 1)
+        if positions is None:
+            return dataclasses.replace(self, first=first, prompt=first, prompt_end=first)
+        # The token at position p of the shared prompt has the index prompt + p.
+        prompt = jnp.minimum(self.prompt + jnp.maximum(positions - window + 1, 0), self.prompt_end)
+        return dataclasses.replace(self, first=first, prompt=prompt)
+
     def first_key_blocks(self, query_block: int, key_block: int) -> Int[Array, "B I"]:
         """Returns the first visible key block of each query block. Shared prompts are not taken into account.
 

@@ -36,6 +36,7 @@ CHECKED = "attention.json"
 # Segment lengths of two rows: packed sequences followed by padding, and a single sequence. For all block sizes of the
 # kernels, segments start and end within blocks, and some blocks are skipped.
 SEGMENTS = ((1, 100, 413, 6, 250, 300), (1280,))
+WINDOW = 50  # Window in tokens for models with windows. It starts within blocks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,23 +104,29 @@ def check_attention(implementation: str, mesh: Mesh, config: ModelConfig) -> Att
         return [np.asarray(x, np.float32) for x in jax.device_get(run(*inputs))]
 
     kind = mesh.devices.flat[0].device_kind
+    window = WINDOW if any(config.windows) else 0
+    reference = functools.partial(reference_attention, window=window)
     with jax.set_mesh(mesh):
         with exact_matmuls():
-            exact = results(reference_attention, "float32")
-        reference = results(reference_attention, config.dtype)
+            exact = results(reference, "float32")
+        rounded = results(reference, config.dtype)
         try:
-            kernel = functools.partial(attention.packed_attention, implementation=implementation)
+            kernel = functools.partial(attention.packed_attention, implementation=implementation, window=window)
             found = results(kernel, config.dtype)
         except Exception as error:  # Compilers raise many types of errors. In all cases, the kernel cannot be used.
             return AttentionCheck(implementation, kind, {}, first_line(error))
-    pairs = zip(("values", "dq", "dk", "dv"), found, reference, exact, strict=True)
+    pairs = zip(("values", "dq", "dk", "dv"), found, rounded, exact, strict=True)
     return AttentionCheck(
         implementation, kind, {name: (_error(x, z), tolerance_of(_error(y, z))) for name, x, y, z in pairs}
     )
 
 
 def reference_attention(
-    q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], segment_ids: Int[Array, "B T"]
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    segment_ids: Int[Array, "B T"],
+    window: int = 0,
 ) -> Float[Array, "B T H D"]:
     """Implements `packed_attention` with the full [T, T] score matrix, as a reference.
 
@@ -128,12 +135,14 @@ def reference_attention(
       k: Keys.
       v: Values.
       segment_ids: Segment of each token. Padding (id 0) also sees earlier padding, so its outputs must be ignored.
+      window: Number of tokens that a token sees, including itself. 0 disables the window.
 
     Returns:
       The outputs of all query heads.
     """
     index = jnp.arange(segment_ids.shape[1])
     visible = (segment_ids[:, :, None] == segment_ids[:, None]) & (index[:, None] >= index[None])[None]
+    visible &= (index[:, None] - index[None] < window)[None] if window else True
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf)).astype(v.dtype)
@@ -164,8 +173,15 @@ def verify_attention_kernel(requested: str, config: ModelConfig, mesh: Mesh, cac
     Raises:
       ConfigError: If a kernel that was requested by name fails.
     """
+    has_window = any(config.windows)
+    if has_window and requested not in ("auto", *attention.SUPPORTS_WINDOWS):
+        raise ConfigError(
+            f"model.attention={requested} does not support the sliding windows of this model; set model.attention=auto."
+        )
     with jax.set_mesh(mesh):
-        implementation = attention.resolve_implementation(requested)
+        implementation, fastest = (attention.resolve_implementation(requested, case) for case in (has_window, False))
+    if implementation != fastest and hosts.is_first():
+        print(f"Warning: {fastest} attention does not support sliding windows; using blockwise.", file=sys.stderr)
     if implementation == "blockwise":
         return
     checks = hosts.gather_from_all(lambda: _cached_check(implementation, mesh, config, cache))
@@ -183,7 +199,8 @@ def _cached_check(implementation: str, mesh: Mesh, config: ModelConfig, cache: P
     device = mesh.local_devices[0]
     name = " ".join(
         [
-            f"{implementation} {config.num_heads}:{config.num_kv_heads}x{config.head_dim} {config.dtype}",
+            f"{implementation}{' with a window' * any(config.windows)}",
+            f"{config.num_heads}:{config.num_kv_heads}x{config.head_dim} {config.dtype}",
             f"{device.device_kind} {' '.join(device.client.platform_version.split())}",
             f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}",
         ]

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
 from poly_epo_jax.types import Completion, Params, Request, Sampling
 
@@ -30,7 +30,9 @@ class EmbeddedSampler:
         Other generations wait for a free slot.
     """
 
-    def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], max_prompt_tokens: int, max_concurrent: int):
+    def __init__(
+        self, model: Transformer, mesh: Mesh, stop_ids: Sequence[int], max_prompt_tokens: int, max_concurrent: int
+    ):
         self.config = model.config
         self.mesh = mesh
         self.stop_ids = np.asarray(stop_ids, np.int32)

@@ -75,7 +75,7 @@ class SamplingState:
 
 
 class Qwen3Engine(jetstream.engine_api.Engine):
-    """JetStream engine for Qwen3. A slot consists of `samples_per_slot` adjacent rows of the decoding state.
+    """JetStream engine. A slot consists of `samples_per_slot` adjacent rows of the decoding state.
 
     `sampling_state` replaces the params of JetStream. It may be set to None at any time, but to another state only
     while nothing is decoded. While it is None, no program reads weights, and every row ends with the next step.

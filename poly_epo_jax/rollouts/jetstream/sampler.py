@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from poly_epo_jax.model.decoding import decoding_weights, gather_weights_over_fsdp
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
 from poly_epo_jax.rollouts.jetstream import patched as jetstream
@@ -38,7 +38,7 @@ class JetStreamSampler:
       size: Sizes of the engine. A prompt with more than `samples_per_slot` generations uses several slots.
     """
 
-    def __init__(self, model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], size: EngineSize):
+    def __init__(self, model: Transformer, mesh: Mesh, stop_ids: Sequence[int], size: EngineSize):
         self._mesh, self._stop_ids, self._size = mesh, tuple(stop_ids), size
         self._vocab_size = model.config.vocab_size
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))

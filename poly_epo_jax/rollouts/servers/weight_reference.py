@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, UInt8
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.logprobs import token_logprobs
-from poly_epo_jax.model.qwen3 import Qwen3
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.compiler_options import compiler_options
 from poly_epo_jax.parallel.sharding import replicated, row_sharding
 from poly_epo_jax.types import Params
@@ -59,7 +59,7 @@ class WeightReference:
       dtype: The least precise dtype of the matmuls of trainer and servers.
     """
 
-    def __init__(self, model: Qwen3, mesh: Mesh, dtype: str):
+    def __init__(self, model: Transformer, mesh: Mesh, dtype: str):
         self._config, self._mesh, self._pushed_dtype = model.config, mesh, dtype
         self.tensors = compared_tensors(hf.tensor_names(model.config), model.config.num_layers)
         weights = ARCHITECTURES[model.config.family].weights

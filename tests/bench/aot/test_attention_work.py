@@ -17,21 +17,22 @@ def random_rows(rng, rows=3, length=96):
     return ids
 
 
-def visible(row):
+def visible(row, window):
     place = np.arange(len(row))
     same = (row[:, None] == row[None]) & (row > 0)[:, None]
-    return (same & (place[None] <= place[:, None])) | np.eye(len(row), dtype=bool)
+    near = place[:, None] - place[None] < (window or len(row))
+    return (same & near & (place[None] <= place[:, None])) | np.eye(len(row), dtype=bool)
 
 
 def test_pair_counts_equal_masks_and_their_blocks():
     rng = np.random.default_rng(0)
-    for _ in range(20):
+    for window in range(20):
         ids = random_rows(rng)
-        masks = [visible(row) for row in ids]
-        assert own_pairs(ids) == sum(mask.sum() for mask in masks)
+        masks = [visible(row, window) for row in ids]
+        assert own_pairs(ids, (window, window)) == sum(mask.sum() for mask in masks)
         for q, k in ((8, 8), (16, 8), (8, 16), (96, 96)):
             blocks = [mask.reshape(96 // q, q, 96 // k, k).any(axis=(1, 3)) for mask in masks]
-            assert visited_pairs(ids, q, k) == q * k * sum(block.sum() for block in blocks)
+            assert visited_pairs(ids, q, k, window) == q * k * sum(block.sum() for block in blocks)
 
 
 def test_flops_of_one_sequence():

@@ -92,16 +92,19 @@ def test_blockwise_gradients_match_the_full_matrix(block, seed, monkeypatch):
     assert_matches_full_matrix("blockwise", inputs, segment_ids, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 1, 7, 100])
 @pytest.mark.parametrize("block", [8, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_blockwise_with_shared_prompts_matches_the_full_matrix(block, seed, monkeypatch):
+def test_blockwise_with_shared_prompts_and_windows_matches_the_full_matrix(block, seed, window, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
     rng = np.random.default_rng(seed)
     inputs, (segment_ids, positions) = random_inputs(rng, 2, 61, 4, 2, head_dim=6), shared_packing(rng, 2, 61)
     seen = visible_where_shared(segment_ids, positions)
     assert (seen.sum() > visible(segment_ids).sum()) and (positions.max() < 61)
+    seen &= positions[:, :, None] - positions[:, None] < (window or 61)
     expected = output_and_gradients(functools.partial(whole_matrix, seen=jnp.asarray(seen)), inputs, segment_ids)
-    attend = functools.partial(packed_attention, implementation="blockwise", positions=jnp.asarray(positions))
+    options = {"positions": jnp.asarray(positions), "window": jnp.int32(window) if window else 0}
+    attend = functools.partial(packed_attention, implementation="blockwise", **options)
     for x, y in zip(output_and_gradients(attend, inputs, segment_ids), expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=0)
 
@@ -160,6 +163,7 @@ def test_auto_selects_the_kernel_of_the_target_devices(device: str, expected: st
     with devices_elsewhere(device):
         assert resolve_implementation("auto") == expected
         assert resolve_implementation("splash") == "splash"
+        assert resolve_implementation("auto", has_window=True) == ("triton" if device == "gpu" else "blockwise")
         monkeypatch.setattr(attention, "disabled_kernels", {"triton", "splash"})
         assert resolve_implementation("auto") == "blockwise"
         assert resolve_implementation("splash") == "splash"

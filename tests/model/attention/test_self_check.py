@@ -149,13 +149,22 @@ def test_a_corrupted_cache_is_ignored(tmp_path, content):
     assert attention.resolve_implementation("auto") == "copy"
 
 
+def test_a_kernel_without_support_for_windows_is_not_used(tmp_path, capsys):
+    windowed = dataclasses.replace(SHAPE, windows=(0, 64))
+    with pytest.raises(ConfigError, match=r"attention=splash does not support .* windows"):
+        verify_attention_kernel("splash", windowed, make_mesh(1, 1, 1), tmp_path / "attention.json")
+    verify_attention_kernel("auto", windowed, make_mesh(1, 1, 1), tmp_path / "attention.json")  # Not an added kernel.
+    assert "Warning: copy attention does not support sliding windows; using blockwise." in capsys.readouterr().err
+
+
 def test_blockwise_is_not_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(self_check, "check_attention", None)
     trust(tmp_path, "blockwise")
 
 
 @pytest.mark.slow
-def test_the_interpreted_triton_kernel_passes(monkeypatch):
+@pytest.mark.parametrize("windows", [(0,), (0, 64)])
+def test_the_interpreted_triton_kernel_passes(windows, monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", {4: triton.Blocks(32, 16, 4)})
     monkeypatch.setattr(triton, "BACKWARD", {4: triton.Blocks(32, 16, 4)})
-    assert check_attention("triton", make_mesh(1, 1, 1), SHAPE).passed
+    assert check_attention("triton", make_mesh(1, 1, 1), dataclasses.replace(SHAPE, windows=windows)).passed

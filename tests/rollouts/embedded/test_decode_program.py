@@ -11,7 +11,7 @@ from programs import collectives_per_pass
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights, gather_weights_over_fsdp
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.types import Params
@@ -79,6 +79,6 @@ def test_pushed_weights_are_sharded_and_gathered_weights_are_replicated_over_fsd
         layer = shardings["layers"][0]
         return {name: tuple(layer[name].spec) for name in ("q", "down")} | {"head": tuple(shardings["head"].spec)}
 
-    assert parts(pushed) == {"q": ("tensor", "fsdp"), "down": ("fsdp", "tensor"), "head": ("tensor", "fsdp")}
+    assert parts(pushed) == {"q": ("fsdp", "tensor"), "down": ("tensor", "fsdp"), "head": ("tensor", "fsdp")}
     whole_parts = {name: tuple(axis for axis in spec if axis) for name, spec in parts(whole).items()}
     assert whole_parts == {"q": ("tensor",), "down": ("tensor",), "head": ("tensor",)}

@@ -15,7 +15,7 @@ from fakes import PATIENCE, TINY_ALPHABET, ByLetter, collect, tiny_problems
 from policy_servers import MODEL, ROUTER, URLS, PolicyServers, adam_step, initial_params
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import abstract_model
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers import client, served_weights

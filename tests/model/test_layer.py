@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.qwen3 import REMAT_POLICIES, Qwen3, rms_norm, rope
+from poly_epo_jax.model.layer import rms_norm
+from poly_epo_jax.model.rope import Rope, make_rotation, rotate
+from poly_epo_jax.model.transformer import REMAT_POLICIES, Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 QWEN3 = ModelConfig(
@@ -32,13 +34,13 @@ ROW = 16  # Tokens per row: the three sequences and one padding token.
 
 def random_params(config, seed=0):
     """Draws initial weights and adds noise, so that norms are not 1 and biases are not 0."""
-    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(seed)))[1])
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), params)
 
 
 def build(config, params):
-    graphdef = nnx.split(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))))[0]
+    graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))[0]
     return nnx.merge(graphdef, params)
 
 
@@ -148,7 +150,7 @@ def test_types_match_the_config():
 
 def test_initial_logits_have_unit_scale():
     config = FAMILIES["llama"]
-    params = nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(0)))[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(0)))[1])
     logits = forward(config, params, pack(*sequences())) @ params["untied_head"].T
     assert 0.5 < float(jnp.std(logits)) < 2
 
@@ -167,7 +169,7 @@ def test_rope_rotates_each_pair_by_its_angle():
     x, positions = rng.standard_normal((2, 7, 3, 8)), rng.integers(0, 100, (2, 7))
     rotation = np.exp(1j * positions[:, :, None, None] * 50.0 ** (-np.arange(4) / 4))
     rotated = (x[..., :4] + 1j * x[..., 4:]) * rotation
-    found = rope(jnp.asarray(x, jnp.float32), jnp.asarray(positions), 50.0)
+    found = rotate(jnp.asarray(x, jnp.float32), make_rotation(Rope(50.0), 8, jnp.asarray(positions)))
     np.testing.assert_allclose(found, np.concatenate([rotated.real, rotated.imag], -1), atol=1e-4)
 
 
@@ -178,7 +180,7 @@ def test_gradients_do_not_depend_on_the_mesh():
     batch = tuple(jnp.concatenate([x] * 8) for x in pack(*sequences()))
     expected = loss_gradients(config, params, batch)
     mesh = make_mesh(2, 2, 2)
-    shardings = param_shardings(nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0))), mesh)
+    shardings = param_shardings(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), mesh)
     with jax.set_mesh(mesh):
         found = loss_gradients(config, jax.device_put(params, shardings), batch)
     assert_trees_close(found, expected, atol=1e-5)

@@ -1,9 +1,9 @@
-"""Qwen3 in flax.nnx, for packed training sequences. decoding.py generates with the same weights.
+"""The policy network in flax.nnx, for packed training sequences. decoding.py generates with the same weights.
 
-Two switches of ModelConfig select related families: Llama disables `qk_norm`, and Qwen2 also enables `attention_bias`.
-Each weight is declared once, with its initial scale and the names of its axes. These names are the ModelConfig fields
-that contain the axis sizes, so they define the shape of the weight. Norm weights are an exception: their axis `norm` is
-not a field. parallel.mesh.RULES maps the names to mesh axes.
+layer.py defines the computation of a layer, and the switches of ModelConfig select the weights of a family. Each weight
+is declared once, with its initial scale and the names of its axes. These names are the ModelConfig fields that contain
+the axis sizes, so they define the shape of the weight. Norm weights are an exception: their axis `norm` is not a field.
+parallel.mesh.RULES maps the names to mesh axes.
 
 The weights of all layers are stacked, and `jax.lax.scan` applies one compiled layer to each slice. Compile time is
 therefore nearly independent of the depth. `jax.checkpoint` (remat) decides which intermediate arrays of a layer the
@@ -21,6 +21,15 @@ from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.layer import (
+    LayerKind,
+    embed,
+    layer_kinds,
+    make_rotations,
+    normalize,
+    run_layer,
+    select_rotation,
+)
 from poly_epo_jax.model.matmul import matmul
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
@@ -45,7 +54,7 @@ layers per iteration, programs that XLA compiles for CPUs copy all gradients in 
 
 
 class Layer(nnx.Module):
-    """A pre-norm decoder layer. Weights are stacked over layers on axis 0, and the scan calls it with one slice."""
+    """Weights of all layers, stacked on axis 0. A slice of it contains the weights that `run_layer` reads."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
@@ -58,20 +67,27 @@ class Layer(nnx.Module):
         def norm(size: int) -> nnx.Param:
             return _norm(config, ("num_layers", "norm"), (config.num_layers, size))
 
-        self.attention_norm = norm(d)
+        if config.pre_norm:
+            self.attention_norm = norm(d)
+            self.mlp_norm = norm(d)
+        if config.post_norm:
+            self.attention_post_norm = norm(d)
+            self.mlp_post_norm = norm(d)
         self.q = weight("hidden_size", "num_heads", "head_dim", scale=d**-0.5)
         self.k = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
         self.v = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
         heads_width = config.num_heads * config.head_dim
         self.o = weight("num_heads", "head_dim", "hidden_size", scale=heads_width**-0.5 * residual)
-        if config.qk_norm:
+        if config.joint_qk_norm:
+            self.q_norm = _norm(config, ("num_layers", "num_heads", "head_dim"))
+            self.k_norm = _norm(config, ("num_layers", "num_kv_heads", "head_dim"))
+        elif config.qk_norm:
             self.q_norm = norm(config.head_dim)
             self.k_norm = norm(config.head_dim)
         if config.attention_bias:
             self.q_bias = weight("num_heads", "head_dim", scale=0.0)
             self.k_bias = weight("num_kv_heads", "head_dim", scale=0.0)
             self.v_bias = weight("num_kv_heads", "head_dim", scale=0.0)
-        self.mlp_norm = norm(d)
         self.gate = weight("hidden_size", "mlp_size", scale=d**-0.5)
         self.up = weight("hidden_size", "mlp_size", scale=d**-0.5)
         self.down = weight("mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
@@ -79,27 +95,15 @@ class Layer(nnx.Module):
             for part, param in zip("ab", _adapter(config, rngs, getattr(self, name).axes), strict=True):
                 setattr(self, f"{name}_lora_{part}", param)
 
-    def __call__(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Applies the layer to x [B, T, D], with positions and segment ids [B, T]. Returns an array [B, T, D]."""
-        config = self.config
+    def __contains__(self, name: str) -> bool:
+        """Returns True if the layer has this weight."""
+        return hasattr(self, name)
 
-        def w(param: nnx.Param) -> jax.Array:
-            return param[...].astype(config.dtype)
+    def vector(self, name: str) -> jax.Array:
+        """Returns the weight of a norm, or a bias, in the compute type."""
+        return getattr(self, name)[...].astype(self.config.dtype)
 
-        h = rms_norm(x, w(self.attention_norm), config.norm_eps)
-        q, k, v = (self._project(h, name) for name in ("q", "k", "v"))
-        if config.attention_bias:
-            q, k, v = q + w(self.q_bias)[None, None], k + w(self.k_bias)[None, None], v + w(self.v_bias)[None, None]
-        if config.qk_norm:
-            q = rms_norm(q, w(self.q_norm), config.norm_eps)
-            k = rms_norm(k, w(self.k_norm), config.norm_eps)
-        q, k = rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta)
-        attended = packed_attention(q, k, v, segment_ids, config.attention, config.max_sequence_tokens, positions)
-        x = x + self._project(attended, "o")
-        h = rms_norm(x, w(self.mlp_norm), config.norm_eps)
-        return x + self._project(jax.nn.silu(self._project(h, "gate")) * self._project(h, "up"), "down")
-
-    def _project(self, x: jax.Array, name: str) -> jax.Array:
+    def project(self, x: jax.Array, name: str) -> jax.Array:
         """Computes x W, or x W + (alpha / rank) (x A) B if the weight has an adapter (LoRA, eq. 3)."""
         y, config = _project(x, getattr(self, name)), self.config
         if name not in config.lora_targets:
@@ -108,7 +112,7 @@ class Layer(nnx.Module):
         return y + _project(inner, getattr(self, f"{name}_lora_b"))
 
 
-class Qwen3(nnx.Module):
+class Transformer(nnx.Module):
     """The policy network. Maps token ids to final hidden states, which `head` maps to logits (see logprobs.py)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
@@ -143,31 +147,43 @@ class Qwen3(nnx.Module):
         """
         config = self.config
         layer_def, weights = nnx.split(self.layers)
+        rotations, kinds = make_rotations(config, positions), layer_kinds(config)
+        # Only numbers in which layers differ are scanned. The others are constants of the compiled program.
+        columns = zip(LayerKind._fields, zip(*kinds, strict=True), strict=True)
+        varying = {name: jnp.asarray(column, jnp.int32) for name, column in columns if len(set(column)) > 1}
 
-        def step(x, weights):
-            return constrain_sharding(nnx.merge(layer_def, weights)(x, positions, segment_ids), ROWS), None
+        def step(x, layer):
+            weights, numbers = layer
+            kind = kinds[0]._replace(**numbers)
+
+            def attend(q, k, v):
+                longest = config.max_sequence_tokens
+                return packed_attention(q, k, v, segment_ids, config.attention, longest, positions, kind.window)
+
+            rotation = select_rotation(rotations, kind.rope)
+            return constrain_sharding(run_layer(config, nnx.merge(layer_def, weights), x, rotation, attend), ROWS), None
 
         if config.remat != "none":
             step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
-        x = constrain_sharding(self.embed[...][tokens].astype(config.dtype), ROWS)
+        x = constrain_sharding(embed(config, self.embed[...], tokens), ROWS)
         unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
-        x, _ = jax.lax.scan(step, x, weights, unroll=unroll)
-        return rms_norm(x, self.norm[...].astype(config.dtype), config.norm_eps)
+        x, _ = jax.lax.scan(step, x, (weights, varying), unroll=unroll)
+        return normalize(config, x, self.norm[...].astype(config.dtype))
 
 
-def abstract_model(config: ModelConfig) -> Qwen3:
+def abstract_model(config: ModelConfig) -> Transformer:
     """Creates the model with the shapes and axes of its weights in place of arrays."""
-    return nnx.eval_shape(lambda: Qwen3(config, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
 
 
-def param_shapes(model: Qwen3) -> Params:
+def param_shapes(model: Transformer) -> Params:
     """Returns the shape and type of each weight of a (possibly abstract) model, as a parameter tree."""
     return nnx.to_pure_dict(nnx.split(model)[1])
 
 
 def init_params(config: ModelConfig, seed: int = 0) -> Params:
     """Draws random initial weights from a seed. Returns them as a parameter tree."""
-    return nnx.to_pure_dict(nnx.split(Qwen3(config, nnx.Rngs(seed)))[1])
+    return nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(seed)))[1])
 
 
 @functools.cache
@@ -197,47 +213,13 @@ def _adapter(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...]) -> tupl
     return a, _weight(config, rngs, (layers, "lora_rank", *outputs), 0.0, "float32")
 
 
-def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:
-    """Creates a norm weight of ones, which is replicated on all devices."""
-    return nnx.Param(jnp.ones(shape, config.param_dtype), axes=axes)
+def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...] = ()) -> nnx.Param:
+    """Creates a norm weight that multiplies by 1. If the shape is (), the axes are fields of the configuration."""
+    shape = shape or tuple(getattr(config, axis) for axis in axes)
+    return nnx.Param(jnp.full(shape, 1 - config.norm_offset, config.param_dtype), axes=axes)
 
 
 def _project(x: jax.Array, param: nnx.Param) -> jax.Array:
     """Multiplies x [B, T, *in] by the weight [*in, *out] of a layer. Returns [B, T, *out]."""
     out: Any = matmul(x.reshape(-1, *x.shape[2:]), param[...], param.axes[1:])
     return out.reshape(*x.shape[:2], *out.shape[1:])
-
-
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Computes x / rms(x) * weight, with the mean square in float32.
-
-    Args:
-      x: Inputs. The mean square is taken over the last axis.
-      weight: Scale of each element of the last axis.
-      eps: Constant added to the mean square.
-
-    Returns:
-      The normalized array, in the type of x.
-    """
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * y.astype(x.dtype)
-
-
-def rope(x: Float[Array, "B T N D"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N D"]:
-    """Applies rotary position embeddings (RoFormer, eq. 34), computed in float32.
-
-    Args:
-      x: Queries or keys. Element i of the first half of the head is rotated with element i of the second half.
-      positions: Position of each token in its sequence.
-      theta: Base of the frequencies.
-
-    Returns:
-      The rotated array, in the type of x.
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

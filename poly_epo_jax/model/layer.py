@@ -1,0 +1,177 @@
+"""Definition of a decoder layer, for packed training, prefill and cached decoding.
+
+Activations are [*tokens, features]: packed rows [B, T, D] in training, single tokens [M, D] in prefill and decoding. A
+layer reads its weights through `LayerWeights` and the other tokens through `attend`, so its callers choose the layout
+of the weights (sharded stacks with adapters, or separate arrays of each layer) and the source of the keys and values.
+
+Families differ in the weights that a layer has: `run_layer` omits norms and biases that are absent. The shape of the
+weight of a norm selects the normalized values: [head_dim] for each head, [heads, head_dim] for all heads together. The
+layers of a model have the same weights and differ only in numbers (`LayerKind`).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.rope import Rope, Rotation, make_rotation, rotate
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+"""Activation functions of the MLP, by their names in Hugging Face configurations."""
+
+UNLIMITED = 1 << 30
+"""Window that is longer than any sequence."""
+
+
+@runtime_checkable
+class LayerWeights(Protocol):
+    """Weights of one layer, by name."""
+
+    def __contains__(self, name: str) -> bool:
+        """Returns True if the layer has this weight."""
+        ...
+
+    def vector(self, name: str) -> jax.Array:
+        """Returns the weight of a norm, or a bias, in the compute type."""
+        ...
+
+    def project(self, x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
+        """Multiplies x [*tokens, *in] by the weight [*in, *out]. Returns [*tokens, *out]."""
+        ...
+
+
+class LayerKind(NamedTuple):
+    """Numbers in which the layers of a model differ. They may be traced, so that a scan can pass them to layers.
+
+    Attributes:
+      window: Number of tokens that a token sees, including itself. 0, which is never traced, disables the window.
+      rope: Index of the layer's element of `make_rotations`.
+    """
+
+    window: Any
+    rope: Any
+
+
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """Returns the numbers of each layer. If only some layers have a window, the windows of the others are UNLIMITED."""
+    unlimited, ropes = UNLIMITED if any(config.layer_windows) else 0, _distinct_ropes(config)
+    layers = zip(config.layer_windows, config.layer_ropes, strict=True)
+    return [LayerKind(window or unlimited, ropes.index(rope)) for window, rope in layers]
+
+
+def make_rotations(config: ModelConfig, positions: Int[Array, "*M"]) -> list[Rotation]:
+    """Computes the rotary angles of tokens, once for all layers that share them.
+
+    Args:
+      config: Model configuration.
+      positions: Position of each token in its sequence.
+
+    Returns:
+      The angles of each distinct element of `config.ropes`.
+    """
+    return [make_rotation(rope, config.head_dim, positions) for rope in _distinct_ropes(config)]
+
+
+def select_rotation(rotations: Sequence[Rotation], index: Any) -> Rotation:
+    """Returns the element with an index that may be traced."""
+    if isinstance(index, int):
+        return rotations[index]
+    return jax.tree.map(lambda *each: jax.lax.select_n(index, *each), *rotations)
+
+
+def run_layer(
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Float[Array, "*M D"],
+    rotation: Rotation,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> Float[Array, "*M D"]:
+    """Applies a layer to the residual stream.
+
+    Args:
+      config: Model configuration.
+      weights: Weights of the layer.
+      x: Residual stream.
+      rotation: Rotary angles of the tokens.
+      attend: Function of rotated queries [*tokens, num_heads, head_dim], rotated keys and values [*tokens,
+        num_kv_heads, head_dim] that returns an array of the shape of the queries.
+
+    Returns:
+      The residual stream after the layer.
+    """
+
+    def norm(x: jax.Array, name: str) -> jax.Array:
+        return normalize(config, x, weights.vector(name)) if name in weights else x
+
+    def heads(h: jax.Array, name: str) -> jax.Array:
+        y, bias = weights.project(h, name), f"{name}_bias"
+        return norm(y + _like(weights.vector(bias), y) if bias in weights else y, f"{name}_norm")
+
+    h = norm(x, "attention_norm")
+    q, k, v = (heads(h, name) for name in ("q", "k", "v"))
+    if config.query_size not in (0, config.head_dim):
+        q = q * (config.head_dim / config.query_size) ** 0.5  # Attention divides by the root of head_dim.
+    attended = attend(rotate(q, rotation), rotate(k, rotation), v)
+    x = x + norm(weights.project(attended, "o"), "attention_post_norm")
+    h = norm(x, "mlp_norm")
+    activated = ACTIVATIONS[config.activation](weights.project(h, "gate"))
+    return x + norm(weights.project(activated * weights.project(h, "up"), "down"), "mlp_post_norm")
+
+
+def embed(config: ModelConfig, table: Float[Array, "V D"], tokens: Int[Array, "*M"]) -> Float[Array, "*M D"]:
+    """Returns the embeddings of tokens in the compute type, which are the input of the first layer.
+
+    Args:
+      config: Model configuration.
+      table: Embedding of each token id.
+      tokens: Token ids.
+
+    Returns:
+      The residual stream before the first layer.
+    """
+    x = table[tokens].astype(config.dtype)
+    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
+
+
+def normalize(config: ModelConfig, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Applies the RMS norm of the model, see `rms_norm`.
+
+    Args:
+      config: Model configuration.
+      x: Inputs.
+      weight: Weight of the norm.
+
+    Returns:
+      The normalized array, in the type of x.
+    """
+    weight = weight.astype(jnp.float32) if config.float32_norm else weight
+    return rms_norm(x, weight + config.norm_offset if config.norm_offset else weight, config.norm_eps)
+
+
+def rms_norm(x: Float[Array, "..."], weight: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
+    """Computes x / rms(x) * weight, with the mean square in float32, and the product in the type of the weight.
+
+    Args:
+      x: Inputs. The mean square is taken over as many of the last axes as the weight has.
+      weight: Scale of each element of these axes.
+      eps: Constant added to the mean square.
+
+    Returns:
+      The normalized array, in the type of x.
+    """
+    y, axes = x.astype(jnp.float32), tuple(range(-weight.ndim, 0))
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + eps)
+    return (_like(weight, x) * y.astype(weight.dtype)).astype(x.dtype)
+
+
+def _distinct_ropes(config: ModelConfig) -> list[Rope]:
+    return list(dict.fromkeys(config.layer_ropes))
+
+
+def _like(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """Adds leading axes of size 1 to an array, so that it has as many axes as x."""
+    return vector.reshape((1,) * (x.ndim - vector.ndim) + vector.shape)

@@ -1,0 +1,156 @@
+"""Reads and writes the settings of config.json that concern single layers: rotary position embeddings and windows.
+
+Readers map the content of config.json, in which a value may be None, to fields of ModelConfig. Writers are their
+inverse, and write the keys of both transformers 4 and 5.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.rope import Rope, read_rope, write_rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_uniform(written: Mapping[str, Any], theta: float = 1e4) -> dict[str, Any]:
+    """Reads the rotary position embedding that all layers share.
+
+    Args:
+      written: Content of config.json.
+      theta: Base of the frequencies if config.json does not contain it.
+    """
+    return {"ropes": (_shared_rope(written, theta),)}
+
+
+def write_uniform(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_uniform`."""
+    return _flat_keys(config.ropes[0])
+
+
+def read_window(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the rotary position embedding and the window of Mistral, which all layers share."""
+    return read_uniform(written) | {"windows": (written.get("sliding_window", 4096) or 0,)}
+
+
+def write_window(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_window`."""
+    return write_uniform(config) | {"sliding_window": config.windows[0] or None}
+
+
+def read_position_free(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the layers of SmolLM3, of which some have no positions, and by a setting some a window."""
+    num_layers, interval = _number(written, "num_hidden_layers"), written.get("no_rope_layer_interval") or 4
+    has_rope = written.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    window = written.get("sliding_window") or 0 if written.get("use_sliding_window") else 0
+    types = written.get("layer_types") or [FULL if rotated else SLIDING for rotated in has_rope]
+    rope = _shared_rope(written, 2e6)
+    ropes = [rope if rotated else Rope(0.0) for rotated in _checked(has_rope, "no_rope_layers", num_layers, (0, 1))]
+    windows = [window if kind == SLIDING else 0 for kind in _checked(types, "layer_types", num_layers)]
+    return {"ropes": _compact(ropes), "windows": _compact(windows)}
+
+
+def write_position_free(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_position_free`."""
+    ropes, windows = config.layer_ropes, config.layer_windows
+    return _flat_keys(next((rope for rope in ropes if rope.theta), ropes[0])) | {
+        "no_rope_layers": [int(rope.theta > 0) for rope in ropes],
+        "layer_types": [SLIDING if window else FULL for window in windows],
+        "use_sliding_window": any(windows),
+        "sliding_window": max(windows) or None,
+    }
+
+
+def read_by_type(
+    written: Mapping[str, Any], *, interval: int, theta: float, sliding_theta: float | None = None
+) -> dict[str, Any]:
+    """Reads layers with and without a window, each type with its own rotary position embedding, as in Gemma 3.
+
+    Args:
+      written: Content of config.json.
+      interval: Every how many layers one layer has no window, if config.json does not contain the type of each layer.
+      theta: Base of the frequencies of layers without a window, if config.json does not contain it.
+      sliding_theta: Base of the frequencies of layers with a window. If None, equal to the base of the other layers.
+    """
+    num_layers = _number(written, "num_hidden_layers")
+    interval = written.get("sliding_window_pattern") or written.get("_sliding_window_pattern") or interval
+    types = written.get("layer_types") or [
+        FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers)
+    ]
+    by_type, max_position = written.get("rope_parameters") or {}, _number(written, "max_position_embeddings", 131_072)
+    if by_type and not any(kind in by_type for kind in (FULL, SLIDING)):
+        raise ValueError(f"rope_parameters {by_type!r} is not supported; nest it under {FULL!r} and {SLIDING!r}.")
+    full = {"rope_theta": written.get("rope_theta") or theta} | (written.get("rope_scaling") or {})
+    sliding = {"rope_theta": written.get("rope_local_base_freq") or sliding_theta or full["rope_theta"]}
+    ropes = {
+        kind: read_rope("rope_parameters", parameters | (by_type.get(kind) or {}), max_position)
+        for kind, parameters in ((FULL, full), (SLIDING, sliding))
+    }
+    types, window = _checked(types, "layer_types", num_layers), written.get("sliding_window", 4096) or 0
+    return {
+        "ropes": _compact([ropes[kind] for kind in types]),
+        "windows": _compact([window if kind == SLIDING else 0 for kind in types]),
+    }
+
+
+def write_by_type(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_by_type`."""
+    ropes, windows = config.layer_ropes, config.layer_windows
+    types = [SLIDING if window else FULL for window in windows]
+    by_type = dict(zip(types, ropes, strict=True))
+    full = by_type.get(FULL, ropes[0])
+    return _flat_keys(full) | {
+        "rope_parameters": {kind: write_rope(by_type.get(kind, full)) for kind in (FULL, SLIDING)},
+        "layer_types": types,
+        "sliding_window": max(windows) or None,
+    }
+
+
+def read_gemma3(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the layers and the scale of the attention scores of Gemma 3."""
+    by_type = read_by_type(written, interval=6, theta=1e6, sliding_theta=1e4)
+    return by_type | {"query_size": _number(written, "query_pre_attn_scalar", 256)}
+
+
+def write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_gemma3`. Also writes the name of the activation, whose key differs from Llama's."""
+    keys = write_by_type(config)
+    return keys | {
+        "rope_local_base_freq": keys["rope_parameters"][SLIDING]["rope_theta"],
+        "query_pre_attn_scalar": config.query_size,
+        "hidden_act": None,
+        "hidden_activation": config.activation,
+    }
+
+
+def _shared_rope(written: Mapping[str, Any], theta: float) -> Rope:
+    parameters = {"rope_theta": written["rope_theta"] if written.get("rope_theta") is not None else theta}
+    parameters |= (written.get("rope_scaling") or {}) | (written.get("rope_parameters") or {})
+    key = "rope_scaling" if written.get("rope_scaling") else "rope_parameters"
+    return read_rope(key, parameters, _number(written, "max_position_embeddings", 2048))
+
+
+def _flat_keys(rope: Rope) -> dict[str, Any]:
+    """Returns the keys of transformers 5, and of transformers 4 and servers that use it."""
+    parameters = write_rope(rope)
+    scaling = {} if rope.scaling is None else {"rope_scaling": parameters}
+    return {"rope_parameters": parameters, "rope_theta": rope.theta, **scaling}
+
+
+def _number(written: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = default if written.get(key) is None else written[key]
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r} must be a whole number greater than 0; correct it.")
+    return value
+
+
+def _checked(values: Sequence[Any], key: str, num_layers: int, allowed: Sequence[Any] = (FULL, SLIDING)) -> list[Any]:
+    """Returns the values of the layers. A list may be longer than the model, as in transformers."""
+    if len(values) < num_layers or not set(values) <= set(allowed):
+        raise ValueError(f"{key}={list(values)!r} must contain {num_layers} values of {list(allowed)}; correct it.")
+    return list(values[:num_layers])
+
+
+def _compact(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns one value if all are equal, so that equal models have equal configurations."""
+    return tuple(values[:1]) if len(set(values)) == 1 else tuple(values)

@@ -1,0 +1,297 @@
+"""Compares each model family with transformers on tiny random models, beyond their windows and original lengths."""
+
+import dataclasses
+import functools
+import os
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from test_hf import FLOAT32
+from test_layer import build
+from training_runs import SETTINGS, as_flags, rows_of
+
+from poly_epo_jax import main
+from poly_epo_jax.model import decoding
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.hf import exported_tensors, load_params, read_model_config, save_pretrained
+from poly_epo_jax.model.transformer import abstract_model
+from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
+from poly_epo_jax.rollouts.embedded.slots import Job, Slots
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.types import Params, Sampling
+
+if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
+    import torch  # pyright: ignore[reportMissingImports]
+else:
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed; run bash launch/test.sh, which installs it for CPUs"
+    )
+
+torch.set_num_threads(1)
+
+SHAPES: dict[str, Any] = {
+    "vocab_size": 72,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WINDOW, ORIGINAL_LENGTH = 9, 16
+TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL_LENGTH, "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL_LENGTH,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def by_type(full: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "sliding_window": WINDOW,
+        "layer_types": TYPES,
+        "rope_parameters": {"full_attention": full, "sliding_attention": DEFAULT},
+    }
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "qwen3_yarn": ("Qwen3", {"rope_parameters": YARN | {"beta_fast": 4.0, "truncate": False}, "head_dim": 12}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 12}),
+    "smollm3": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 1, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": TYPES},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", by_type(YARN | {"attention_factor": 1.3})),
+    "gemma3": (
+        "Gemma3",
+        by_type({"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6})
+        | {"head_dim": 12, "query_pre_attn_scalar": 20},
+    ),
+}
+"""Name of the family's classes in transformers, and settings of a small model, by case."""
+
+PROMPT, LENGTHS = 4, (37, 21, 5)
+PADDING = 1
+
+
+class Case(NamedTuple):
+    """A model of transformers, the folder that it has written, and the model that is read from the folder."""
+
+    transformer: Any
+    folder: Path
+    config: ModelConfig
+    params: Params
+
+
+def random_transformer(name: str, settings: dict[str, Any]) -> Any:
+    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**SHAPES, **settings))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.mul_(parameter.ndim == 1).add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    transformer, folder = random_transformer(*FAMILIES[request.param]), tmp_path_factory.mktemp(request.param)
+    transformer.save_pretrained(folder)
+    config = read_model_config(folder, **FLOAT32)
+    return Case(transformer, folder, config, load_params(folder, config))
+
+
+def sequences() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, SHAPES["vocab_size"], length) for length in LENGTHS]
+
+
+def transformer_logits(model: Any) -> list[Any]:
+    return [model(torch.as_tensor(tokens)[None]).logits[0].float() for tokens in sequences()]
+
+
+def packed_row() -> tuple[jax.Array, ...]:
+    """Returns the sequences as segments 1, 2, 3 of one row, followed by padding."""
+    positions = np.concatenate([np.arange(length) for length in (*LENGTHS, PADDING)])
+    segment_ids = np.repeat((1, 2, 3, 0), (*LENGTHS, PADDING))
+    tokens = np.pad(np.concatenate(sequences()), (0, PADDING))
+    return tuple(jnp.asarray(x, jnp.int32)[None] for x in (tokens, positions, segment_ids))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(config: ModelConfig, params: Params, row: tuple[jax.Array, ...]) -> jax.Array:
+    model = build(config, params)
+    return (model(*row) @ model.head.T).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_gradients(config: ModelConfig, params: Params, row: tuple[jax.Array, ...]) -> Params:
+    def loss(params):
+        return jnp.sin(logits_of(config, params, row)[:, : sum(LENGTHS)]).sum()
+
+    return jax.grad(loss)(params)
+
+
+def assert_close(found: Any, expected: Any, relative: float) -> None:
+    """Compares two trees, or two arrays. Tolerances are relative to the largest element of each array."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=relative * np.abs(y).max(), rtol=0)
+
+
+@pytest.mark.slow
+def test_logits_and_gradients_of_packed_rows(case):
+    expected = transformer_logits(case.transformer)
+    found = np.split(np.asarray(logits_of(case.config, case.params, packed_row()))[0], np.cumsum(LENGTHS))
+    for ours, theirs in zip(found, expected, strict=False):
+        assert theirs.std() > 0.3
+        np.testing.assert_allclose(ours, theirs.detach(), atol=1e-4, rtol=0)
+
+    torch.stack([torch.sin(logits).sum() for logits in expected]).sum().backward()
+    gradients = dict(exported_tensors(loss_gradients(case.config, case.params, packed_row()), case.config, "float32"))
+    parameters = {name: parameter.grad for name, parameter in case.transformer.named_parameters()}
+    case.transformer.zero_grad()
+    assert gradients.keys() == parameters.keys()
+    for name, gradient in parameters.items():
+        assert_close(gradients[name], gradient.numpy(), 1e-4)
+
+
+@functools.cache
+def decode_step(config: ModelConfig) -> Any:
+    return jax.jit(functools.partial(decoding.decode, config))
+
+
+def decoded_logits(config: ModelConfig, params: Params) -> np.ndarray:
+    """Returns the logits [row, step, V] of cached decoding, from the last prompt token onwards."""
+    weights = jax.jit(decoding.decoding_weights, static_argnums=0)(config, params)
+    tokens = np.stack([np.pad(row, (0, max(LENGTHS) - len(row))) for row in sequences()])
+    valid = jnp.ones((len(LENGTHS), PROMPT), bool)
+    cache = jax.jit(decoding.prefill, static_argnums=0)(config, weights, jnp.asarray(tokens[:, :PROMPT]), valid)
+    cache, steps = cache.resized(max(LENGTHS)), []
+    for position in range(PROMPT - 1, max(LENGTHS)):
+        positions = jnp.full(len(LENGTHS), position)
+        logits, cache = decode_step(config)(weights, jnp.asarray(tokens[:, position]), positions, cache)
+        steps.append(np.asarray(logits).T)
+    return np.stack(steps, axis=1)
+
+
+def assert_decoded(found: np.ndarray, expected: Sequence[Any], atol: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours[: len(theirs) - PROMPT + 1], theirs[PROMPT - 1 :], atol=atol, rtol=0)
+
+
+@pytest.mark.slow
+def test_logits_of_cached_decoding(case):
+    with torch.no_grad():
+        assert_decoded(decoded_logits(case.config, case.params), transformer_logits(case.transformer), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_accurate_as_transformers(case):
+    """The mean error of the logits is at most twice the error of transformers with bfloat16 weights."""
+    with torch.no_grad():
+        exact = torch.cat(transformer_logits(case.transformer)).numpy()
+        coarse = transformers.AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.bfloat16).eval()
+        rounded = torch.cat(transformer_logits(coarse)).numpy()
+    config = dataclasses.replace(case.config, dtype="bfloat16")
+    ours = np.asarray(logits_of(config, case.params, packed_row()))[0, : sum(LENGTHS)]
+    assert 0 < np.abs(ours - exact).mean() <= 2 * np.abs(rounded - exact).mean()
+
+
+@pytest.mark.slow
+def test_exported_folders(case, tmp_path):
+    save_pretrained(tmp_path / "ours", case.params, case.config, dtype="float32")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        for found, expected in zip(transformer_logits(again), transformer_logits(case.transformer), strict=True):
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert read_model_config(tmp_path / "ours", **FLOAT32) == case.config
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "ours", case.config), case.params)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_results_do_not_depend_on_the_mesh(case):
+    mesh, row = make_mesh(2, 2, 2), tuple(jnp.tile(x, (4, 1)) for x in packed_row())
+    params = jax.device_put(case.params, param_shardings(abstract_model(case.config), mesh))
+    gradients, logits = loss_gradients(case.config, case.params, row), decoded_logits(case.config, case.params)
+    with jax.set_mesh(mesh):
+        assert_close(loss_gradients(case.config, params, row), gradients, 1e-5)
+        tiled = logits_of(case.config, params, row)
+    np.testing.assert_allclose(tiled[0], logits_of(case.config, case.params, packed_row())[0], atol=1e-5)
+    assert logits.shape[0] == len(LENGTHS)
+
+
+@pytest.mark.slow
+def test_greedy_generations_match_transformers(case):
+    """Continuous batching with two slots resizes the cache several times, and the last sequences exceed all windows."""
+    prompts, max_tokens = sequences()[1:], 70
+    with torch.no_grad():
+        expected = [
+            case.transformer.generate(
+                torch.as_tensor(prompt)[None], do_sample=False, max_new_tokens=max_tokens, eos_token_id=None
+            )[0, len(prompt) :].tolist()
+            for prompt in prompts
+        ]
+    weights = jax.jit(decoding.decoding_weights, static_argnums=0)(case.config, case.params)
+    jobs = [Job(i, i, max_tokens) for i in range(len(prompts))]
+    slots = Slots(
+        case.config,
+        weights,
+        make_mesh(1, 1, 1),
+        np.zeros(0, np.int32),
+        prompts,
+        jobs,
+        Sampling(max_tokens, temperature=0.0),
+        num_slots=2,
+        max_prompts=2,
+        max_length=max(map(len, prompts)) + max_tokens,
+    )
+    finished = []
+    while not slots.is_done:
+        finished += slots.advance()
+    assert [one.token_ids.tolist() for one in sorted(finished, key=lambda one: one.job)] == expected
+
+
+@pytest.mark.slow
+def test_three_steps_of_training(case, tmp_path, caches, monkeypatch):
+    """The sampler and the trainer compute the same log-probabilities in every step."""
+    tokenizer = build_character_tokenizer(string.digits + string.punctuation + string.ascii_lowercase + " \n")
+    assert len(tokenizer) == case.config.vocab_size
+    save_pretrained(tmp_path / "model", case.params, case.config, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
+    settings = (
+        SETTINGS
+        | caches
+        | {
+            "workdir": tmp_path / "run",
+            "model.path": tmp_path / "model",
+            "mesh.num_devices": 1,
+            "sampling.max_tokens": 16,
+            "algo.entropy_coef": 0.01,  # Random weights earn no rewards, so only the entropy has a gradient.
+            "train.num_steps": 3,
+            "eval.every": 0,
+        }
+    )
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert main.main(["--config=configs/polynomial.py", *as_flags(settings)]) == 0
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["policy/update_norm"] > 0 and row["mismatch/kl"] < 1e-5 for row in rows)
