@@ -53,7 +53,7 @@ PATIENCE = 60.0  # Timeout in seconds of waits in tests. It is never reached in 
 TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # Together with <pad> and <eos>, TINY.vocab_size tokens.
 
 
-def tiny_params(seed: int = 0, model: Qwen3 = TINY_MODEL) -> Params:
+def tiny_params(seed: int = 0, model: Transformer = TINY_MODEL) -> Params:
     """Returns random weights of a model as NumPy arrays. Norm weights are close to one."""
     rng = np.random.default_rng(seed)
 
@@ -65,7 +65,7 @@ def tiny_params(seed: int = 0, model: Qwen3 = TINY_MODEL) -> Params:
     return nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
-def on_mesh(params: Params, mesh: Mesh, model: Qwen3 = TINY_MODEL) -> Params:
+def on_mesh(params: Params, mesh: Mesh, model: Transformer = TINY_MODEL) -> Params:
     """Places weights of a model on a mesh."""
     return jax.device_put(params, param_shardings(model, mesh))
 
@@ -126,7 +126,7 @@ def optimizer_config(**changes: Any) -> OptimizerSection:
 
 
 def trainer_logprobs(
-    seed: int, groups: Sequence[Group], temperature: float, model: Qwen3 = TINY_MODEL
+    seed: int, groups: Sequence[Group], temperature: float, model: Transformer = TINY_MODEL
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the log-probabilities of all generated tokens, by the trainer (`tiny_params(seed)`) and the sampler."""
     mesh = make_mesh(1, 1, 1)
@@ -146,7 +146,7 @@ def trainer_logprobs(
 
 
 @functools.cache
-def _update(temperature: float, model: Qwen3) -> PolicyUpdate:
+def _update(temperature: float, model: Transformer) -> PolicyUpdate:
     objective = UpdateObjective(policy_gradient_loss, temperature)
     return PolicyUpdate(model, make_mesh(1, 1, 1), objective, optimizer_config(), 1)
 
