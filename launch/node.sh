@@ -169,7 +169,8 @@ serve() { # NAME GPU MODEL FLAGS...
 }
 last_error() { # LOG: prints the line with the error message; lines before the server was ready are ignored
   local since
-  since=$(tac "$1" | sed "/$ready/Q")
+  # Lines of vLLM start with process, level and time. Its last errors refer to the error of another process above.
+  since=$(tac "$1" | sed -E "/$ready/Q; s/^\([A-Za-z0-9_]+ pid=[0-9]+\) (ERROR [^]]*\] )?//; /initialization failed/d")
   grep -m 1 -E '^[A-Za-z_.]*(Error|Exception)(:|$)|error:|ERROR' <<<"$since" || grep -m 1 . <<<"$since" ||
     echo "no output"
 }
