@@ -90,8 +90,9 @@ def _content(completion: Any) -> str:
         raise ReplyError("truncated", "the reply reached its token limit; raise judge.options.max_tokens")
     if finish_reason != "stop":
         raise ReplyError("truncated", f"the reply is incomplete (finish_reason={_brief(finish_reason)})")
-    # Servers that treat the model as a reasoning model return the constrained output in the second field.
-    for field in ("content", "reasoning_content"):
+    # Servers that treat the model as a reasoning model return the constrained output in another field: SGLang in
+    # `reasoning_content`, vLLM in `reasoning`.
+    for field in ("content", "reasoning_content", "reasoning"):
         match message.get(field):
             case str(content) if content.strip():
                 return content

@@ -152,6 +152,7 @@ def test_a_reply_without_a_regular_end_is_truncated_even_if_it_is_valid(content,
         completion(json.dumps(dict(reversed(GOOD.items())))),
         completion(None, reasoning_content=TEXT),
         completion(" \n", reasoning_content=TEXT),
+        completion(None, reasoning=TEXT),
         completion(TEXT, reasoning_content="Let me see: {}"),
     ],
 )

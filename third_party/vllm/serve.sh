@@ -12,9 +12,11 @@ compgen -G "$here/env-$device/installed-*" >/dev/null || {
   exit 1
 }
 # Only the development mode has the routes that update weights, and only --enable-scale-out those that generate from token
-# ids. Log-probabilities are divided by the temperature, as in the loss, only if they are processed.
+# ids. Log-probabilities are divided by the temperature, as in the loss, only if they are processed. Prompt token details
+# are the numbers of cached tokens, which reveal a cache that an update has not emptied.
 export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
-flags=(--host 127.0.0.1 --port "$port" --enable-scale-out --logprobs-mode processed_logprobs)
+flags=(--host 127.0.0.1 --port "$port" --enable-scale-out --logprobs-mode processed_logprobs
+  --enable-prompt-tokens-details)
 if [ "$device" = cpu ]; then
   # float32 weights and KV cache make log-probabilities comparable with the trainer's. A second thread would busy-wait and
   # occupy a core that other servers and the trainer need. Without "nobind", all servers would run on the same core. The
