@@ -1,9 +1,9 @@
 """Compares the log-probabilities of servers and trainer over 200 steps: python benchmarks/mismatch.py [OUTPUT [STEPS]]
 
-launch/node.sh trains a small policy in float32 with real servers on CPU, first SGLang and then vLLM. The learning rate is
-0, so each step pushes the weights of the previous step, and the mismatch stays constant unless updates accumulate errors.
-Writes mismatch.png to OUTPUT (default: runs/mismatch), and prints the mean mismatch of the first and the last quarter of
-the steps. Runs that are complete are not repeated.
+launch/node.sh trains a small policy in float32 with real servers on CPU, first SGLang and then vLLM. The learning rate
+is 0, so each step pushes the weights of the previous step, and the mismatch stays constant unless updates accumulate
+errors. Writes mismatch.png to OUTPUT (default: runs/mismatch), and prints the mean mismatch of the first and the last
+quarter of the steps. Runs that are complete are not repeated.
 """
 
 import os

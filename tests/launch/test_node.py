@@ -61,8 +61,8 @@ subprocess.Popen(["bash", "-c", "sleep 600 & wait"], process_group=0)
 if "dies" in model:
     print("ConnectionError: an earlier error that is not the cause")
     print("The server is fired up and ready to roll!")
-    vllm = "(Worker pid=7) ERROR 01-01 00:00:00 [worker.py:9] "
-    print(*[vllm + line for line in ("Traceback", "  File ...", "ValueError: no such model", "  see above")], sep=chr(10))
+    for line in ("Traceback", "  File ...", "ValueError: no such model", "  see above"):
+        print("(Worker pid=7) ERROR 01-01 00:00:00 [worker.py:9]", line)  # as in vLLM's log
     print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.")
     print("kill_process_tree called")
     sys.exit(3)
