@@ -59,14 +59,15 @@ def plot(found: dict[str, list[dict[str, float]]]) -> Figure:
     Args:
       found: Logged metrics of the run with each server.
     """
-    with report_style({"text.parse_math": True}):
+    with report_style():
         figure = Figure(figsize=(8, 3), dpi=100, layout="constrained")
         for axes, (metric, label) in zip(figure.subplots(1, 2), LABELS.items(), strict=True):
             for server, rows in found.items():
-                steps, values = zip(*((row["step"], row[metric]) for row in rows), strict=True)
+                steps, values = zip(*((row["step"], 1e6 * row[metric]) for row in rows), strict=True)
                 axes.plot(steps, values, label=SERVERS[server], linewidth=1)
-            axes.set(title=label, xlabel="step", ylabel="|difference of log p|, nats", yscale="log")
-            axes.legend()
+            axes.set(title=label, xlabel="step", ylabel="|difference of log p|, 1e-6 nats")
+            axes.set_ylim(bottom=0)
+        axes.legend()
     return figure
 
 

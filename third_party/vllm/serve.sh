@@ -20,9 +20,10 @@ flags=(--host 127.0.0.1 --port "$port" --enable-scale-out --logprobs-mode proces
 if [ "$device" = cpu ]; then
   # float32 weights and KV cache make log-probabilities comparable with the trainer's. A second thread would busy-wait and
   # occupy a core that other servers and the trainer need. Without "nobind", all servers would run on the same core. The
-  # cache takes 1 GB, and the context length is reduced if it exceeds the cache.
+  # cache takes 1 GB, and the context length is reduced if it exceeds the cache. A request with a seed whose prompt is split
+  # into chunks would terminate the server: "CPU Generator does not use offset".
   export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-  flags+=(--dtype float32 --enforce-eager --max-model-len auto)
+  flags+=(--dtype float32 --enforce-eager --max-model-len auto --no-enable-chunked-prefill)
 fi
 exec "$here/env-$device/bin/python" "$here/env-$device/bin/vllm" serve "$model" "${flags[@]}" "$@"
