@@ -27,9 +27,10 @@ from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.rollouts import sglang as requests
 from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Problem, Request, Sampling
@@ -105,7 +106,7 @@ async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
 
 
 async def _sample(server: LyingServer, permanent: bool) -> str:
-    sampler = SGLangSampler([server.url], AdoptedWeights(1.0), STOP_IDS, **LIMITS)
+    sampler = ServerSampler([server.url], AdoptedWeights(SGLANG, 1.0), STOP_IDS, **LIMITS)
     seeds = np.arange(3, 3 + np.random.default_rng().integers(1, 3), dtype=np.uint32)
     request = Request("p", np.array([3, 4, 5]), seeds, MAX_TOKENS)
     try:
@@ -148,8 +149,8 @@ async def _judge(server: LyingServer, permanent: bool) -> str:
 
 
 async def _push(server: LyingServer, permanent: bool, folder: Path) -> str:
-    weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), 8, SECONDS, 1.0)
-    sampler = SGLangSampler([server.url], weights, STOP_IDS, **LIMITS)
+    weights = ServedWeights(DiskSync(folder, "run", TINY, "float32"), SGLANG, 8, SECONDS, 1.0)
+    sampler = ServerSampler([server.url], weights, STOP_IDS, **LIMITS)
     try:
         await sampler.push_weights(PARAMS, 1)
     except ServerError as error:

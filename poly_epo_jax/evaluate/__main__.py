@@ -5,10 +5,10 @@
         --output=runs/evaluation
     python -m poly_epo_jax.report runs/evaluation
 
-A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server. A
-benchmark is a key of benchmarks.BENCHMARKS, a synthetic task, or a file. The prefix `label=` sets the label of a model
-or benchmark in tables. The configuration defines the sampling parameters, the judge and the options of the synthetic
-task. Rerun the command to resume an interrupted evaluation.
+A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server (of a
+vLLM server with --config.rollouts.name=vllm). A benchmark is a key of benchmarks.BENCHMARKS, a synthetic task, or a
+file. The prefix `label=` sets the label of a model or benchmark in tables. The configuration defines the sampling
+parameters, the judge and the options of the synthetic task. Rerun the command to resume an interrupted evaluation.
 """
 
 from poly_epo_jax.system.missing_packages import report_missing_packages
@@ -215,10 +215,11 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
     if source.startswith(("http://", "https://")):
         url = source.rstrip("/")
         try:
-            served = asyncio.run(model_info(url))
+            served = asyncio.run(model_info(url, config))
         except httpx.HTTPError as error:
             raise ServerError(
-                f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server."
+                f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server, or "
+                "set --config.rollouts.name=vllm for a vLLM server."
             ) from error
         policy = open_policy(find_model(served.tokenizer_path), config.model)
         name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}

@@ -11,11 +11,13 @@ from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
-from poly_epo_jax.rollouts.servers.dialect import ModelInfo
+from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.dialect import Dialect, ModelInfo
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, TensorSync
-from poly_epo_jax.rollouts.sglang import SGLANG
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
+from poly_epo_jax.rollouts.sglang.tensor_sync import TensorSync
+from poly_epo_jax.rollouts.vllm import VLLM
 from poly_epo_jax.types import Registry, Sampler
 
 WEIGHT_SYNCS = ("disk", "tensor")
@@ -35,9 +37,29 @@ def _jetstream(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config
     return JetStreamSampler(model, mesh, stop_ids, size)
 
 
-def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> SGLangSampler:
+def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False) -> ServerSampler:
     if sleep and config.train.staleness:
         raise ConfigError("rollouts.options.sleep=True does not support train.staleness=1; set train.staleness=0.")
+    return _trained_client(SGLANG, model, stop_ids, config, sleep)
+
+
+def _vllm(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> ServerSampler:
+    if config.rollouts.weight_sync != "disk":
+        raise ConfigError(
+            f"rollouts.weight_sync={config.rollouts.weight_sync!r} does not support rollouts.name='vllm'; set "
+            "rollouts.weight_sync=disk."
+        )
+    dialect = _vllm_dialect(config, model.config.vocab_size, config.train.max_prompt_tokens)
+    return _trained_client(dialect, model, stop_ids, config)
+
+
+def _vllm_dialect(config: Config, vocab_size: int = 0, max_prompt_tokens: int = 0) -> VLLM:
+    return VLLM(vocab_size, max_prompt_tokens + config.sampling.max_tokens, config.sampling.temperature)
+
+
+def _trained_client(
+    dialect: Dialect, model: Qwen3, stop_ids: Sequence[int], config: Config, sleeps: bool = False
+) -> ServerSampler:
     section, longest = config.rollouts, config.train.max_prompt_tokens
     if section.shared_servers and not hosts.is_first():
         sync = None
@@ -46,7 +68,7 @@ def _sglang(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Config, *
         sync = DiskSync(Path(section.weights_dir), run, model.config, section.weights_dtype)
     else:
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
-    weights = ServedWeights(sync, longest, section.timeout_seconds, section.wait_seconds, sleeps=sleep)
+    weights = ServedWeights(sync, dialect, longest, section.timeout_seconds, section.wait_seconds, sleeps)
     urls = [url.strip() for url in section.urls.split(",") if url.strip()]
     return _client(urls, weights, model, stop_ids, config)
 
@@ -57,8 +79,8 @@ def _client(
     model: Qwen3,
     stop_ids: Sequence[int],
     config: Config,
-) -> SGLangSampler:
-    return SGLangSampler(
+) -> ServerSampler:
+    return ServerSampler(
         urls,
         weights,
         stop_ids,
@@ -81,13 +103,18 @@ def open_weights(model: Qwen3, mesh: Mesh, stop_ids: Sequence[int], config: Conf
     return EmbeddedSampler(model, mesh, stop_ids, max_prompt_tokens, config.rollouts.max_concurrent)
 
 
-async def model_info(url: str) -> ModelInfo:
+async def model_info(url: str, config: Config) -> ModelInfo:
     """Returns the model that the server at `url` reports.
+
+    Args:
+      url: URL of the server or router.
+      config: Configuration. Only `rollouts.name` is used, see `open_server`.
 
     Raises:
       httpx.HTTPError: If the server does not respond or its response is invalid.
+      ServerError: If the server was started without the settings that an evaluation requires.
     """
-    return await SGLANG.model_info(url)
+    return await SAMPLERS[config.rollouts.name].dialect(config).model_info(url)
 
 
 def open_server(
@@ -99,10 +126,12 @@ def open_server(
       url: URL of the server or router.
       model: The policy. It may be abstract.
       stop_ids: Token ids that end a generation.
-      config: Configuration. Only `rollouts.max_concurrent` and the timeouts of section `rollouts` are used.
+      config: Configuration. Only section `sampling`, and `name`, `max_concurrent` and the timeouts of section
+        `rollouts`, are used. The kind of server is SGLang, unless `rollouts.name` is the name of another kind.
       weight_version: Weight version that the server must report. If None, any version is accepted.
     """
-    weights = AdoptedWeights(config.rollouts.wait_seconds, weight_version=weight_version)
+    dialect = SAMPLERS[config.rollouts.name].dialect(config, model.config.vocab_size)
+    weights = AdoptedWeights(dialect, config.rollouts.wait_seconds, weight_version)
     return _client([url], weights, model, stop_ids, config)
 
 
@@ -114,6 +143,7 @@ class SamplerEntry:
       open: Function `(model, mesh, stop_ids, config, **options) -> sampler`. The model may be abstract. The mesh is
         that of this process. The options are those of `rollouts.options`.
       title: Name of the sampler in messages.
+      dialect: Function `(config, vocab_size=0) -> dialect` that returns the API of servers that are evaluated.
       needs_urls: Whether its servers must be listed in `rollouts.urls`.
       while_training: Whether it can generate while the policy is trained, as `train.staleness=1` requires.
       cache_growth: Peak size of its caches while they grow, as a multiple of full-length caches, if it decodes in the
@@ -123,6 +153,7 @@ class SamplerEntry:
 
     open: Callable[..., Sampler]
     title: str
+    dialect: Callable[..., Dialect] = lambda config, vocab_size=0: SGLANG
     needs_urls: bool = False
     while_training: bool = False
     cache_growth: float | None = None
@@ -134,5 +165,6 @@ SAMPLERS: Registry[SamplerEntry] = Registry(
     embedded=SamplerEntry(_embedded, "the trainer's own sampler", cache_growth=1.75, has_slots=True),
     jetstream=SamplerEntry(_jetstream, "JetStream", cache_growth=1.0),
     sglang=SamplerEntry(_sglang, "SGLang servers", needs_urls=True, while_training=True),
+    vllm=SamplerEntry(_vllm, "vLLM servers", _vllm_dialect, needs_urls=True, while_training=True),
 )
 """Samplers by the name that `rollouts.name` selects."""

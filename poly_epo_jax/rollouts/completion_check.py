@@ -1,4 +1,4 @@
-"""Validates completions from SGLang and JetStream.
+"""Validates completions from inference servers and JetStream.
 
 Training on a single invalid token could corrupt the weights permanently.
 """

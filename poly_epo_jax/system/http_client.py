@@ -133,8 +133,8 @@ def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES, proxy: str =
     Args:
       timeout_seconds: Maximum time of a complete response, in seconds.
       max_bytes: Maximum size of a response, in bytes.
-      proxy: Address of a proxy, from `proxy_of`. If empty, requests are sent directly, because the addresses of SGLang
-        servers are not accessible to proxies.
+      proxy: Address of a proxy, from `proxy_of`. If empty, requests are sent directly, because the addresses of the
+        policy's servers are not accessible to proxies.
     """
     return httpx.AsyncClient(
         transport=_BoundedTransport(open_transport(proxy), timeout_seconds, max_bytes),

@@ -60,7 +60,7 @@ LIBRARIES = {
 
 OPTIONAL = {
     "rollouts.jetstream.patched": {"jetstream"},
-    "rollouts.servers.weight_sync": {"torch"},
+    "rollouts.sglang.tensor_sync": {"torch"},
     "records.tracking": {"wandb", "trackio"},
     "tasks.gym_worker": {"reasoning_gym"},
 }

@@ -13,7 +13,7 @@ from lies import DRAWS, put
 from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
 from poly_epo_jax.rollouts.completion_check import completion_flaw
-from poly_epo_jax.rollouts.sglang import parse_responses
+from poly_epo_jax.rollouts.sglang.responses import parse_responses
 from poly_epo_jax.system.http_client import InvalidResponseError, ServerError
 from poly_epo_jax.types import Request, Sampling
 
@@ -29,7 +29,7 @@ def flaw(answer: Any) -> str:
         return str(read)
     assert read.finish_reason is not None
     limits = {"max_tokens": MAX_TOKENS, "stop_ids": STOP_IDS, "vocab_size": VOCABULARY}
-    return completion_flaw(read.token_ids, read.logprobs, read.finish_reason, **limits)
+    return completion_flaw(read.token_ids, read.logprobs, read.finish_reason, **limits) or read.weight_flaw()
 
 
 def honest(seed: int) -> Any:
@@ -51,7 +51,7 @@ def test_a_stop_token_at_the_maximum_length_is_reported_as_stop():
     answer = DRAWS["log-probability 5.0"](honest(0))  # Only its structure is used.
     entries = [[-1.0, token, None] for token in (3, 3, 3, 1)]
     answer["output_ids"] = [3, 3, 3, 1]
-    answer["meta_info"] |= {"completion_tokens": 4, "output_token_logprobs": entries}
+    answer["meta_info"] |= {"completion_tokens": 4, "output_token_logprobs": entries, "weight_versions": None}
     answer["meta_info"]["finish_reason"] = {"type": "length", "length": 4}
     (read,) = parse_responses(answer, REQUEST, 1, STOP_IDS)
     assert not isinstance(read, InvalidResponseError) and read.finish_reason == "stop" and flaw(answer) == ""

@@ -15,10 +15,12 @@ from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang,
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers import weight_sync
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, TensorSync, WeightSync
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, WeightSync
+from poly_epo_jax.rollouts.sglang import dialect
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
+from poly_epo_jax.rollouts.sglang.tensor_sync import TensorSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Group, HasMetrics, Params, Problem, Sampler, Sampling
@@ -60,9 +62,9 @@ def sync(request: pytest.FixtureRequest, tmp_path: Path) -> WeightSync:
 def rollouts_of(
     servers: Sequence[SGLangServer], sync: WeightSync, stop_ids: Sequence[int] = STOP_IDS, max_concurrent: int = 64
 ) -> Rollouts:
-    weights = ServedWeights(sync, MAX_PROMPT, STARTED_WITHIN, STARTED_WITHIN)
+    weights = ServedWeights(sync, SGLANG, MAX_PROMPT, STARTED_WITHIN, STARTED_WITHIN)
     limits = {"vocab_size": TINY.vocab_size, "max_concurrent": max_concurrent, "timeout_seconds": STARTED_WITHIN}
-    sampler = SGLangSampler([one.url for one in servers], weights, stop_ids, **limits)
+    sampler = ServerSampler([one.url for one in servers], weights, stop_ids, **limits)
     return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
 
@@ -114,7 +116,7 @@ def test_every_update_reaches_every_server(servers, sync):
 
 def rollouts_on(server: SGLangServer, rollouts: Rollouts) -> Rollouts:
     """Returns the same client with a single server."""
-    sampler = object.__new__(SGLangSampler)
+    sampler = object.__new__(ServerSampler)
     sampler.__dict__ = rollouts.sampler.__dict__ | {"urls": [server.url]}
     return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
@@ -126,13 +128,13 @@ def test_a_cache_of_older_weights_is_detected(servers, tmp_path, monkeypatch):
     asyncio.run(rollouts.push_weights(weights(1), 1))
     collect(rollouts, problems, 8, sampling)
 
-    send = weight_sync.post
+    send = dialect.post
 
     async def without_flush(client, url, endpoint, body):
         return await send(client, url, endpoint, body | {"flush_cache": False} if "flush_cache" in body else body)
 
     with monkeypatch.context() as patch:
-        patch.setattr(weight_sync, "post", without_flush)
+        patch.setattr(dialect, "post", without_flush)
         with pytest.raises(ServerError, match="did not flush its cache"):
             asyncio.run(rollouts.push_weights(weights(2), 2))
 
@@ -154,7 +156,7 @@ def test_a_health_check_is_not_mistaken_for_a_stale_cache(servers, tmp_path, mon
 
     async def check_after_another(self, client, url):
         (await client.get(f"{url}/health")).raise_for_status()
-        cached.append((await weight_sync.post(client, url, "generate", {"input_ids": [0] * 2}))["meta_info"])
+        cached.append((await dialect.post(client, url, "generate", {"input_ids": [0] * 2}))["meta_info"])
         await check(self, client, url)
 
     monkeypatch.setattr(ServedWeights, "_check", check_after_another)

@@ -10,7 +10,8 @@ import pytest
 from fake_servers import open_rollouts
 from fakes import collect, tiny_params, tiny_problems
 
-from poly_epo_jax.rollouts import model_info
+from poly_epo_jax.rollouts.servers.dialect import ModelInfo
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Sampling
 
@@ -42,7 +43,7 @@ def test_generations_are_parsed_completely(monkeypatch):
         np.testing.assert_array_equal(y.token_ids, IDS)
         np.testing.assert_array_equal(y.logprobs, [-token for token in IDS])
         assert y.finish_reason == "stop"
-    assert asyncio.run(model_info(URL)) == ("m", "t", "")
+    assert asyncio.run(SGLANG.model_info(URL)) == ModelInfo("m", "t", "")
 
 
 def test_training_is_rejected_before_weights_are_written(tmp_path: Path, monkeypatch):

@@ -19,11 +19,12 @@ from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model import hf
 from poly_epo_jax.parallel.sharding import make_mesh
-from poly_epo_jax.rollouts import SAMPLERS, sglang
+from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.sglang import SGLANG
+from poly_epo_jax.rollouts.sglang import dialect
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.system.http_client import ServerError, open_client
@@ -78,7 +79,7 @@ class Server:
 
 def opened(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path, sleeps: bool = True) -> Rollouts:
     rollouts = open_rollouts(server.handle, monkeypatch, [URL], folder)
-    assert isinstance(rollouts.sampler, SGLangSampler) and isinstance(rollouts.sampler, SupportsSleep)
+    assert isinstance(rollouts.sampler, ServerSampler) and isinstance(rollouts.sampler, SupportsSleep)
     assert isinstance(rollouts.sampler._weights, ServedWeights)
     rollouts.sampler._weights.sleeps = sleeps
     return rollouts
@@ -90,7 +91,7 @@ def test_a_server_sleeps_after_the_batch_and_wakes_before_the_weight_update(tmp_
 
     async def step(version: int) -> None:
         await rollouts.sleep()
-        assert server.asleep and server.version == sglang.ASLEEP
+        assert server.asleep and server.version == dialect.ASLEEP
         await rollouts.push_weights(tiny_params(version), version)
 
     asyncio.run(rollouts.push_weights(tiny_params(0), 0))
@@ -103,7 +104,7 @@ def test_a_server_sleeps_after_the_batch_and_wakes_before_the_weight_update(tmp_
 
 def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, monkeypatch):
     server = Server()
-    server.asleep, server.empty, server.version = True, True, sglang.ASLEEP
+    server.asleep, server.empty, server.version = True, True, dialect.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path)
     server.broken = "pause_generation"  # The update is retried on a server that is already awake.
     with pytest.raises(ServerError):
@@ -114,13 +115,13 @@ def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, mon
 
 def test_a_sleeping_server_is_woken_by_a_run_without_sleep(tmp_path: Path, monkeypatch):
     server = Server()
-    server.asleep, server.empty, server.version = True, True, sglang.ASLEEP
+    server.asleep, server.empty, server.version = True, True, dialect.ASLEEP
     rollouts = opened(server, monkeypatch, tmp_path, sleeps=False)
     asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     assert server.calls == WAKES + PUSHES
 
 
-@pytest.mark.parametrize("version", [sglang.ASLEEP, sglang.EMPTY])
+@pytest.mark.parametrize("version", [dialect.ASLEEP, dialect.EMPTY])
 def test_an_evaluation_rejects_a_server_without_weights(version: str, monkeypatch):
     server = Server()
     server.version = version
@@ -185,16 +186,16 @@ def test_a_real_server(tmp_path: Path):
     async def request(url: str) -> list[Any]:
         async with open_client(60.0) as client:
             with pytest.raises(ServerError, match="--enable-memory-saver"):
-                await sglang.release_memory(client, url)
+                await SGLANG.sleep(client, url)
             with pytest.MonkeyPatch.context() as without_check:
-                without_check.setattr(sglang, "_check_memory_saver", lambda client, url: asyncio.sleep(0))
-                await sglang.release_memory(client, url)
-                await sglang.release_memory(client, url)  # The server is already asleep.
+                without_check.setattr(dialect, "_check_memory_saver", lambda client, url: asyncio.sleep(0))
+                await SGLANG.sleep(client, url)
+                await SGLANG.sleep(client, url)  # The server is already asleep.
             before = (await SGLANG.model_info(url)).weight_version
-            await sglang.wake(client, url)
-            await sglang.wake(client, url)  # The server is already awake.
+            await SGLANG.pause(client, url)
+            await SGLANG.pause(client, url)  # The server is already awake.
             await SGLANG.resume(client, url)
             return [before, *await SGLANG.probe_weights(client, url, 8)]
 
     with running([SGLangServer(model, tmp_path / "server.log", *flags)]) as (server,):
-        assert asyncio.run(request(server.url)) == [sglang.ASLEEP, sglang.EMPTY, 0]
+        assert asyncio.run(request(server.url)) == [dialect.ASLEEP, dialect.EMPTY, 0]

@@ -10,10 +10,11 @@ import pytest
 from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
 
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers import client as sglang, served_weights
+from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.system import http_client as servers
 
@@ -39,14 +40,14 @@ def open_rollouts(
       weight_version: Name of the weights that servers without a folder must have. If None, any weights.
     """
     monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(handle))
-    for module in (served_weights, sglang):
+    for module in (served_weights, client):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    weights = AdoptedWeights(wait_seconds, weight_version=weight_version)
+    weights = AdoptedWeights(SGLANG, wait_seconds, weight_version)
     if folder is not None:
         sync = DiskSync(folder, "a run", TINY, "float32")
-        weights = served_weights.ServedWeights(sync, 8, PATIENCE, wait_seconds)
+        weights = served_weights.ServedWeights(sync, SGLANG, 8, PATIENCE, wait_seconds)
     limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": PATIENCE}
-    sampler = SGLangSampler(urls, weights, (1, 14), **limits)
+    sampler = ServerSampler(urls, weights, (1, 14), **limits)
     return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
 

@@ -52,21 +52,21 @@ PATIENCE = 60.0  # Timeout in seconds of waits in tests. It is never reached in 
 TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # Together with <pad> and <eos>, TINY.vocab_size tokens.
 
 
-def tiny_params(seed: int = 0) -> Params:
-    """Returns random weights of TINY as NumPy arrays. Norm weights are close to one."""
+def tiny_params(seed: int = 0, model: Qwen3 = TINY_MODEL) -> Params:
+    """Returns random weights of a model as NumPy arrays. Norm weights are close to one."""
     rng = np.random.default_rng(seed)
 
     def draw(param: Any) -> Any:
         noise = rng.standard_normal(param.shape).astype(np.float32)
         return param.replace(1 + 0.2 * noise if "norm" in param.axes else 0.35 * noise)
 
-    state = nnx.split(TINY_MODEL)[1]
+    state = nnx.split(model)[1]
     return nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
-def on_mesh(params: Params, mesh: Mesh) -> Params:
-    """Places weights of TINY on a mesh."""
-    return jax.device_put(params, param_shardings(TINY_MODEL, mesh))
+def on_mesh(params: Params, mesh: Mesh, model: Qwen3 = TINY_MODEL) -> Params:
+    """Places weights of a model on a mesh."""
+    return jax.device_put(params, param_shardings(model, mesh))
 
 
 def state_at(params: Params) -> TrainState:
@@ -74,10 +74,10 @@ def state_at(params: Params) -> TrainState:
     return TrainState(params, {}, None, None)
 
 
-def tiny_problems(count: int, max_length: int, seed: int = 0) -> list[Problem]:
+def tiny_problems(count: int, max_length: int, seed: int = 0, alphabet: str = TINY_ALPHABET) -> list[Problem]:
     """Returns problems with random prompts, whose lengths cycle from 1 to `max_length` characters."""
     rng = np.random.default_rng(seed)
-    prompts = ["".join(rng.choice(list(TINY_ALPHABET), i % max_length + 1)) for i in range(count)]
+    prompts = ["".join(rng.choice(list(alphabet), i % max_length + 1)) for i in range(count)]
     return [Problem(str(i), prompt, "") for i, prompt in enumerate(prompts)]
 
 
@@ -124,17 +124,19 @@ def optimizer_config(**changes: Any) -> OptimizerSection:
     return OptimizerSection(**settings | changes)
 
 
-def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> tuple[np.ndarray, np.ndarray]:
+def trainer_logprobs(
+    seed: int, groups: Sequence[Group], temperature: float, model: Qwen3 = TINY_MODEL
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the log-probabilities of all generated tokens, by the trainer (`tiny_params(seed)`) and the sampler."""
     mesh = make_mesh(1, 1, 1)
-    update = _update(temperature)
+    update = _update(temperature, model)
     pairs = [(group.prompt_ids, y) for group in groups for y in group.generations]
     sequences = [
         TrainingSequence(prompt_ids, y.token_ids, y.logprobs, y.loss_mask, 1.0, 1.0) for prompt_ids, y in pairs
     ]
     row_tokens = max(50, *(len(s.prompt_ids) + len(s.response_ids) for s in sequences))
     packed = pack(sequences, row_tokens, rows_per_microbatch=24)
-    _, batches = update.with_old_logprobs(state_at(on_mesh(tiny_params(seed), mesh)), [[], packed])
+    _, batches = update.with_old_logprobs(state_at(on_mesh(tiny_params(seed, model), mesh, model)), [[], packed])
     masks = [np.asarray(batch.weights) > 0 for batch in batches]
     assert sum(mask.sum() for mask in masks) == sum(y.loss_mask.sum() for _, y in pairs)
     trainer = [np.asarray(batch.old_logprobs)[mask] for batch, mask in zip(batches, masks, strict=True)]
@@ -143,9 +145,9 @@ def trainer_logprobs(seed: int, groups: Sequence[Group], temperature: float) -> 
 
 
 @functools.cache
-def _update(temperature: float) -> PolicyUpdate:
+def _update(temperature: float, model: Qwen3) -> PolicyUpdate:
     objective = UpdateObjective(policy_gradient_loss, temperature)
-    return PolicyUpdate(TINY_MODEL, make_mesh(1, 1, 1), objective, optimizer_config(), 1)
+    return PolicyUpdate(model, make_mesh(1, 1, 1), objective, optimizer_config(), 1)
 
 
 def group(problem: Problem, texts: Sequence[str]) -> Group:

@@ -62,15 +62,19 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         self._command = ["bash", str(SGLANG / "serve.sh"), "cpu", str(model), str(self.port), *flags]
+        # One thread, because idle threads busy-wait and would slow down other processes.
+        self._variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SGLANG / "cpu_shim")}
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
         """Starts the process without waiting for it."""
-        # One thread, because idle threads busy-wait and would slow down other processes.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SGLANG / "cpu_shim")}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self._command,
+                env=os.environ | self._variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def wait(self) -> None:

@@ -1,1 +1,1 @@
-"""Sampler that sends prompts and weights to inference servers, such as SGLang."""
+"""Sampler that sends prompts and weights to inference servers. Independent of the kind of server, see `dialect`."""

@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
-from poly_epo_jax.rollouts.servers.dialect import Dialect
-from poly_epo_jax.rollouts.sglang import SGLANG, check_awake
+from poly_epo_jax.rollouts.servers.dialect import Dialect, ModelInfo
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.types import Params
 
@@ -15,8 +14,8 @@ class AdoptedWeights:
     """The weights that all servers have at the start of a batch, as a replacement for `ServedWeights`.
 
     Args:
-      wait_seconds: Timeout in seconds for a server that does not respond.
       dialect: API of the servers.
+      wait_seconds: Timeout in seconds for a server that does not respond.
       weight_version: Name of the weights that the servers must have. If None, any weights are adopted.
 
     Attributes:
@@ -26,7 +25,7 @@ class AdoptedWeights:
       routers: Routers of the batch. Prompts are sent to the router instead of its workers.
     """
 
-    def __init__(self, wait_seconds: float, dialect: Dialect = SGLANG, weight_version: str | None = None):
+    def __init__(self, dialect: Dialect, wait_seconds: float, weight_version: str | None = None):
         self.version, self.name = 0, ""
         self.current: set[str] = set()
         self.routers: set[str] = set()
@@ -43,10 +42,15 @@ class AdoptedWeights:
         await asyncio.gather(*(self.dialect.wait_for(url, self._wait_seconds) for url in urls))
         endpoints = await asyncio.gather(*map(self.dialect.probe, urls))
         self.routers = {endpoint.url for endpoint in endpoints if endpoint.is_router}
-        found = dict(zip(urls, await asyncio.gather(*map(self._name_at, urls)), strict=True))
+        models = dict(zip(urls, await asyncio.gather(*map(self._model_at, urls)), strict=True))
+        found = {url: model.weight_version for url, model in models.items()}
         if len(set(found.values())) > 1:
             raise ServerError(f"The servers have different weights: {found}; evaluate one server at a time.")
-        check_awake(found)
+        if without := [url for url, model in models.items() if not model.has_weights]:
+            raise ServerError(
+                f"{', '.join(without)} has no weights, because a run with rollouts.options.sleep=True was killed. "
+                "Restart it."
+            )
         if self._weight_version not in (None, found[urls[0]]):
             raise ServerError(f"The weights of {urls[0]} changed after the evaluation started; rerun it.")
         self.name, self.current = found[urls[0]], set(urls)
@@ -59,7 +63,7 @@ class AdoptedWeights:
           ServerError: If the server does not respond, or has other weights.
         """
         await self.dialect.wait_for(url, self._wait_seconds)
-        if await self._name_at(url) != self.name:
+        if (await self._model_at(url)).weight_version != self.name:
             raise ServerError(f"The weights of {url} changed during the batch; rerun the evaluation.")
 
     async def update(
@@ -74,9 +78,9 @@ class AdoptedWeights:
     def close(self) -> None:
         """Does nothing, because no weights are stored."""
 
-    async def _name_at(self, url: str) -> str:
+    async def _model_at(self, url: str) -> ModelInfo:
         try:
-            return (await self.dialect.model_info(url)).weight_version
+            return await self.dialect.model_info(url)
         except httpx.HTTPError as error:
             raise ServerError(
                 f"{url} does not report its weight version: {describe_error(error)}; see its log."

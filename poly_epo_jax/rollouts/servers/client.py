@@ -1,4 +1,4 @@
-"""Samples completions from SGLang servers, and verifies that they were generated with the current weights."""
+"""Samples completions from inference servers, and verifies that they were generated with the current weights."""
 
 import asyncio
 import dataclasses
@@ -51,12 +51,12 @@ class _PendingRequest:
     last_invalid_server: Server | None = None
 
 
-class SGLangSampler:
-    """A client of one or more SGLang servers that serve the policy, or of routers in front of such servers.
+class ServerSampler:
+    """A client of one or more servers that serve the policy, or of routers in front of such servers.
 
     All generations of a batch are sampled with the same weights. Generations that were aborted, are invalid or were
     sampled with other weights are resampled with the same seed. Invalid generations are resampled by another server if
-    one is available. SGLang respects seeds if it is started with --enable-deterministic-inference.
+    one is available.
 
     Args:
       urls: Servers and routers.
@@ -199,7 +199,7 @@ class SGLangSampler:
         for index, answer in zip(indices, answers, strict=True):
             if isinstance(answer, InvalidResponseError):
                 self._reject(server, pending, str(answer))
-            elif answer.weight_version != (name := self._weights.name):
+            elif answer.weight_version not in (None, name := self._weights.name):
                 self._counts["resampled"] += 1
                 self._mark_failed(pool, server, pending, f"it has weights {answer.weight_version} instead of {name}")
             elif answer.finish_reason is None:
@@ -214,7 +214,8 @@ class SGLangSampler:
 
     def _flaw(self, request: Request, answer: ServerCompletion, finish_reason: FinishReason) -> str:
         limits = {"max_tokens": request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}
-        return completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
+        flaw = completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
+        return flaw or answer.weight_flaw()
 
     def _reject(self, server: Server, pending: _PendingRequest, why: str) -> None:
         self._counts.update(resampled=1, invalid_responses=1)

@@ -1,13 +1,12 @@
 """The interface to the HTTP API of a kind of inference server.
 
-The rest of this package is independent of the API, with two exceptions. Each class of `weight_sync` implements one way
-to load weights into one kind of server. Only SGLang servers can sleep, with the functions in `sglang.py`. To support
-another kind of server, implement `Dialect` in a file next to `sglang.py`, and register a sampler in
-`rollouts.SAMPLERS`.
+The rest of this package is independent of the API. To support another kind of server, implement `Dialect` in a module
+next to this package, and register a sampler in `rollouts.SAMPLERS`.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import httpx
@@ -25,12 +24,13 @@ class Endpoint:
     Attributes:
       url: URL of the server.
       is_router: Whether it is a router, which forwards prompts to its workers.
-      takes_weights: Whether it accepts new weights. The value of a router does not apply to its workers.
+      update_error: Error message if it does not accept new weights, otherwise empty. The value of a router does not
+        apply to its workers.
     """
 
     url: str
     is_router: bool
-    takes_weights: bool
+    update_error: str = ""
 
 
 class ModelInfo(NamedTuple):
@@ -40,11 +40,27 @@ class ModelInfo(NamedTuple):
       path: Path or name of the model.
       tokenizer_path: Path or name of the tokenizer.
       weight_version: Name of the current weights. Empty if the server does not report one.
+      has_weights: Whether the server has weights. False if it sleeps, or has not loaded weights since it was woken.
     """
 
     path: str
     tokenizer_path: str
     weight_version: str
+    has_weights: bool = True
+
+
+class WeightSpan(NamedTuple):
+    """Consecutive tokens of a completion that were generated with the same weights.
+
+    Attributes:
+      start: Index of the first token.
+      end: Index after the last token.
+      version: Name of the weights. Empty if the server does not report one.
+    """
+
+    start: int
+    end: int
+    version: str
 
 
 class ServerCompletion(NamedTuple):
@@ -54,13 +70,27 @@ class ServerCompletion(NamedTuple):
       token_ids: Generated tokens [T], including the stop token.
       logprobs: Log-probabilities [T] of these tokens.
       finish_reason: Reason why the generation ended. None if it was aborted.
-      weight_version: Name of the weights that generated the tokens. Empty if the server does not report one.
+      weights: Weights that generated the tokens, in order. Empty if it was aborted before the first token.
     """
 
     token_ids: Int[np.ndarray, " T"]
     logprobs: Float[np.ndarray, " T"]
     finish_reason: FinishReason | None
-    weight_version: str
+    weights: Sequence[WeightSpan]
+
+    @property
+    def weight_version(self) -> str | None:
+        """Name of the weights that generated the last token. None if there are no tokens."""
+        return self.weights[-1].version if self.weights else None
+
+    def weight_flaw(self) -> str:
+        """Returns an empty string if all tokens were generated with the same weights, otherwise the reason why not."""
+        if len(names := dict.fromkeys(span.version for span in self.weights)) > 1:
+            return f"the tokens were generated with several weight versions, {' and '.join(names)}"
+        bounds = [0, *(bound for span in self.weights for bound in span[:2]), len(self.token_ids)]
+        if bounds[::2] != bounds[1::2]:
+            return f"its weight versions cover the tokens {bounds[1:-1]}, but it has {bounds[-1]} tokens"
+        return ""
 
 
 @runtime_checkable
@@ -68,8 +98,8 @@ class Dialect(Protocol):
     """Requests to one kind of server.
 
     If the server does not respond or its response is invalid, `wait_for`, `probe` and `workers` raise `ServerError`,
-    and the other methods raise `httpx.HTTPError`. If the server responds to `pause`, `resume` or `probe_weights` with
-    an error, these methods raise `ServerError`.
+    and the other methods raise `httpx.HTTPError`. If the server responds to a request of `pause`, `load_folder`,
+    `resume`, `probe_weights` or `sleep` with an error, these methods raise `ServerError`.
     """
 
     async def wait_for(self, url: str, seconds: float) -> None:
@@ -128,7 +158,7 @@ class Dialect(Protocol):
           stop_ids: Token ids that end a generation.
 
         Returns:
-          One item per index: a completion from weights of a single version, or the reason why it is invalid.
+          One item per index: a completion, or the reason why it is invalid.
 
         Raises:
           ServerError: If the server rejects the request permanently, so that a retry is useless.
@@ -136,7 +166,18 @@ class Dialect(Protocol):
         ...
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
-        """Aborts the generations of a server and pauses it, so that it can load weights."""
+        """Wakes a server if it sleeps, aborts its generations and pauses it, so that it can load weights."""
+        ...
+
+    async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
+        """Loads weights from disk into a paused server, and flushes its caches.
+
+        Args:
+          client: Client for the HTTP requests.
+          url: URL of the server.
+          folder: Hugging Face folder with the weights.
+          version: Name of the weights, which the server reports from now on.
+        """
         ...
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
@@ -153,5 +194,19 @@ class Dialect(Protocol):
 
         Returns:
           Name of the weights that generated the token, and number of prompt tokens that were read from a cache.
+        """
+        ...
+
+    async def sleep(self, client: httpx.AsyncClient, url: str) -> None:
+        """Aborts the generations of a server, and makes it free the memory of its weights and caches.
+
+        Servers that are already asleep are skipped. `pause` wakes the server.
+
+        Args:
+          client: Client for the HTTP requests.
+          url: URL of the server.
+
+        Raises:
+          ServerError: If the server fails to free its memory, or does not support this.
         """
         ...

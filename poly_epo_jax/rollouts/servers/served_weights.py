@@ -23,7 +23,6 @@ import httpx
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint
 from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
-from poly_epo_jax.rollouts.sglang import SGLANG, release_memory, wake
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds, describe_error, open_client
 from poly_epo_jax.types import Params
 
@@ -43,11 +42,11 @@ class ServedWeights:
       sync: Loads the weights. If None, another process pushes them to the same servers, and this process waits until
         the servers have them. In this case, all processes must have finished their generations before any of them calls
         `update`.
+      dialect: API of the servers.
       max_prompt_tokens: Maximum number of tokens of a prompt.
       timeout_seconds: Timeout in seconds of one weight update.
       wait_seconds: Timeout in seconds for a server that does not respond.
-      dialect: API of the servers.
-      sleeps: Whether the servers free their memory from `sleep` to the next `update`. Only SGLang supports this.
+      sleeps: Whether the servers free their memory from `sleep` to the next `update`.
 
     Attributes:
       version: Number of training steps that produced the current weights.
@@ -59,10 +58,10 @@ class ServedWeights:
     def __init__(
         self,
         sync: WeightSync | None,
+        dialect: Dialect,
         max_prompt_tokens: int,
         timeout_seconds: float,
         wait_seconds: float,
-        dialect: Dialect = SGLANG,
         sleeps: bool = False,
     ):
         self.version = 0
@@ -153,7 +152,7 @@ class ServedWeights:
             )
         try:
             async with open_client(self._timeout_seconds) as client:
-                await asyncio.gather(*(release_memory(client, url) for url in urls))
+                await asyncio.gather(*(self.dialect.sleep(client, url) for url in urls))
         except httpx.HTTPError as error:
             raise ServerError(
                 f"Failed to put {', '.join(urls)} to sleep: {describe_error(error)}; see its log."
@@ -173,11 +172,8 @@ class ServedWeights:
         if url not in self._endpoints:
             await self.dialect.wait_for(url, self._wait_seconds)
             endpoint = await self.dialect.probe(url)
-            if not (endpoint.is_router or endpoint.takes_weights):
-                raise ServerError(
-                    f"{url} does not support weight updates: it has no route /update_weights_from_disk (sglang-jax has "
-                    "none). It can only be evaluated; train with SGLang servers or rollouts.name=embedded."
-                )
+            if endpoint.update_error and not endpoint.is_router:
+                raise ServerError(endpoint.update_error)
             self._endpoints[url] = endpoint
         return self._endpoints[url]
 
@@ -224,10 +220,8 @@ class ServedWeights:
             self.current -= set(servers)
             try:
                 async with open_client(self._timeout_seconds) as client:
-                    if self.dialect is SGLANG:  # Servers are still asleep if a previous run was killed.
-                        await asyncio.gather(*(wake(client, url) for url in servers))
                     await asyncio.gather(*(self.dialect.pause(client, url) for url in servers))
-                    await self._sync.push(client, servers)
+                    await self._sync.push(client, servers, self.dialect)
                     await asyncio.gather(*(self.dialect.resume(client, url) for url in servers))
                     await asyncio.gather(*(self._check(client, url) for url in servers))
                 self.current |= set(servers)
@@ -263,8 +257,8 @@ class ServedWeights:
         """Verifies an update by generating one token after a fixed prompt, which every earlier check left in the cache.
 
         A cache that was not flushed contains the entire prompt. A few cached tokens are accepted, because other prompts
-        may begin with the same tokens: the health check of SGLang, which routers call, generates a token after the
-        first of them.
+        may begin with the same tokens: the health checks of some servers, which routers call, generate a token after
+        the first of them.
         """
         version, cached_tokens = await self.dialect.probe_weights(client, url, self._probe_tokens)
         if version != self.name:

@@ -1,20 +1,22 @@
-"""Tests that `SGLangSampler` works with another kind of server through its `Dialect`."""
+"""Tests that `ServerSampler` works with another kind of server through its `Dialect`."""
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx
 import numpy as np
-from fakes import ByLetter, collect
+import pytest
+from fakes import TINY, ByLetter, collect, tiny_params
 
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
-from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ModelInfo, ServerCompletion
+from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ModelInfo, ServerCompletion, WeightSpan
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, WeightSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.system.http_client import InvalidResponseError
-from poly_epo_jax.types import Params, Problem, Request, Sampling
+from poly_epo_jax.types import Problem, Request, Sampling
 
 URL = "other://server"
 PROBLEMS = [Problem(name, name, "") for name in "abc"]
@@ -24,13 +26,13 @@ class Other:
     """A dialect without HTTP. Its first generation is aborted."""
 
     def __init__(self):
-        self.version, self.happened, self.is_paused, self.num_answers = "initial", [], False, 0
+        self.version, self.is_paused, self.is_asleep, self.num_answers = "initial", False, False, 0
 
     async def wait_for(self, url: str, seconds: float) -> None:
         assert url == URL
 
     async def probe(self, url: str) -> Endpoint:
-        return Endpoint(url, is_router=False, takes_weights=True)
+        return Endpoint(url, is_router=False)
 
     async def workers(self, url: str, seconds: float) -> list[str]:
         return []
@@ -47,17 +49,23 @@ class Other:
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> list[ServerCompletion | InvalidResponseError]:
-        assert not self.is_paused
+        assert not self.is_paused and not self.is_asleep
         return [self.answer(request, index) for index in indices]
 
     def answer(self, request: Request, index: int) -> ServerCompletion:
         self.num_answers += 1
         token = 2 + int(request.seeds[index]) % 3
         reason = None if self.num_answers == 1 else "stop"
-        return ServerCompletion(np.array([token, 1], np.int32), np.full(2, -1, np.float32), reason, self.version)
+        # One generation begins with older weights.
+        weights = [WeightSpan(0, 1, "older" if self.num_answers == 2 else self.version), WeightSpan(1, 2, self.version)]
+        return ServerCompletion(np.array([token, 1], np.int32), np.full(2, -1, np.float32), reason, weights)
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
-        self.is_paused = True
+        self.is_paused, self.is_asleep = True, False
+
+    async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
+        assert self.is_paused and folder.is_dir()
+        self.version = version
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
         self.is_paused = False
@@ -65,44 +73,46 @@ class Other:
     async def probe_weights(self, client: httpx.AsyncClient, url: str, num_tokens: int) -> tuple[str, int]:
         return self.version, 0
 
-
-class Renaming:
-    """A weight sync that only transfers the name of the weights."""
-
-    def __init__(self, server: Other):
-        self.server, self.prepared, self.present, self.pushed = server, "", "", []
-
-    def prepare(self, params: Params, version: str) -> None:
-        self.prepared = version
-
-    def switch(self) -> None:
-        self.present = self.prepared
-
-    async def push(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
-        assert self.server.is_paused and list(urls) == [URL]
-        self.server.version = self.present
-
-    def close(self) -> None:
-        pass
+    async def sleep(self, client: httpx.AsyncClient, url: str) -> None:
+        self.is_asleep = True
 
 
-def test_generations_and_weight_updates_use_the_dialect():
+def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
     server = Other()
-    sync = Renaming(server)
+    sync = DiskSync(tmp_path, "a run", TINY, "float32")
     assert isinstance(server, Dialect) and isinstance(sync, WeightSync)
-    weights = ServedWeights(sync, 8, 10.0, 10.0, server)
-    sampler = SGLangSampler([URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=10.0)
+    weights = ServedWeights(sync, server, 8, 10.0, 10.0, sleeps=True)
+    sampler = ServerSampler([URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=10.0)
     rollouts = Rollouts(sampler, build_character_tokenizer("abc"), ByLetter(), max_prompt_tokens=8)
     for version in (1, 2):
-        asyncio.run(rollouts.push_weights({}, version))
+        asyncio.run(rollouts.push_weights(tiny_params(version), version))
         assert server.version == weights.name
         groups = collect(rollouts, PROBLEMS, 2, Sampling(4))
         assert [len(group.generations) for group in groups] == [2, 2, 2]
         assert {y.weight_version for group in groups for y in group.generations} == {version}
         assert {y.text for group in groups for y in group.generations} <= set("abc")
+        asyncio.run(rollouts.sleep())
+        assert server.is_asleep
     assert rollouts.metrics() == {
         "rollouts/server_failures": 0.0,
-        "rollouts/resampled": 1.0,
-        "rollouts/invalid_responses": 0.0,
+        "rollouts/resampled": 2.0,
+        "rollouts/invalid_responses": 1.0,
     }
-    assert server.num_answers == 13
+    assert server.num_answers == 14
+    sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "flaw"),
+    [
+        ([WeightSpan(0, 3, "w")], ""),
+        ([WeightSpan(0, 1, "w"), WeightSpan(1, 3, "w")], ""),
+        ([WeightSpan(0, 1, "v"), WeightSpan(1, 3, "w")], "several weight versions, v and w"),
+        ([WeightSpan(0, 2, "w")], "[0, 2], but it has 3 tokens"),
+        ([WeightSpan(1, 3, "w")], "[1, 3], but"),
+        ([WeightSpan(0, 1, "w"), WeightSpan(2, 3, "w")], "[0, 1, 2, 3], but"),
+    ],
+)
+def test_all_tokens_must_have_the_same_weights(weights: list[WeightSpan], flaw: str):
+    found = ServerCompletion(np.zeros(3, np.int32), np.zeros(3, np.float32), "length", weights).weight_flaw()
+    assert flaw in found and bool(flaw) == bool(found)

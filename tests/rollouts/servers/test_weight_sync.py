@@ -14,8 +14,9 @@ from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter, tiny_params, tiny_pro
 from poly_epo_jax.records.timeline import BusyTime
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers import served_weights
-from poly_epo_jax.rollouts.servers.client import SGLangSampler
+from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Group, Sampling
@@ -204,7 +205,7 @@ def test_one_of_two_processes_with_shared_servers_pushes_the_weights(tmp_path: P
         fake.may_end.set()
         first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
         limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": 30.0}
-        sampler = SGLangSampler(URLS, ServedWeights(None, 8, 30.0, 30.0), (1, 14), **limits)
+        sampler = ServerSampler(URLS, ServedWeights(None, SGLANG, 8, 30.0, 30.0), (1, 14), **limits)
         second = Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
         async def begin(version: int) -> asyncio.Task[list[Group]]:

@@ -9,7 +9,7 @@ import pytest
 from fakes import TINY, tiny_params
 
 from poly_epo_jax.model import hf
-from poly_epo_jax.rollouts.servers.weight_sync import TensorSync
+from poly_epo_jax.rollouts.sglang.tensor_sync import TensorSync
 
 
 class Tensor:

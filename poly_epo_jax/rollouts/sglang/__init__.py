@@ -1,0 +1,1 @@
+"""SGLang servers and routers, and sglang-jax, which does not support weight updates."""
