@@ -9,6 +9,7 @@ quarter of the steps. Runs that are complete are not repeated.
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +32,14 @@ SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}
 LABELS = {"mismatch/mean": "Mean over tokens", "mismatch/max": "Maximum over tokens"}
 
 
-def main(output: Path = Path("runs/mismatch"), num_steps: str = "200") -> None:
+def main(output: Path, num_steps: int) -> None:
     """Trains with both servers, plots the mismatch and prints it."""
     settings = SETTINGS | {"base.cache_dir": output / "base"}
     embedded = settings | {"workdir": output / "embedded", "train.num_steps": 1}
     subprocess.run([sys.executable, "-m", "poly_epo_jax.main", *_flags(embedded)], check=True)
     (policy,) = (file.parent for file in (output / "base").glob("*/config.json"))
     for server in SERVERS:
-        if len(read_rows(output / server / METRICS)) == int(num_steps):
+        if len(read_rows(output / server / METRICS)) == num_steps:
             continue
         # The configured judge is not a server, so JUDGE_URL only prevents the start of one.
         variables = {"SERVER": server, "DEVICE": "cpu", "POLICY": str(policy), "JUDGE_URL": "http://127.0.0.1:1"}
@@ -53,7 +54,7 @@ def main(output: Path = Path("runs/mismatch"), num_steps: str = "200") -> None:
             print(f"{SERVERS[server]}: {metric} {first:.2e} in the first quarter, {last:.2e} in the last")
 
 
-def plot(found: dict[str, list[dict[str, float]]]) -> Figure:
+def plot(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
     """Plots the mismatch of each step.
 
     Args:
@@ -61,19 +62,21 @@ def plot(found: dict[str, list[dict[str, float]]]) -> Figure:
     """
     with report_style():
         figure = Figure(figsize=(8, 3), dpi=100, layout="constrained")
-        for axes, (metric, label) in zip(figure.subplots(1, 2), LABELS.items(), strict=True):
+        panels = figure.subplots(1, 2)
+        for axes, (metric, label) in zip(panels, LABELS.items(), strict=True):
             for server, rows in found.items():
                 steps, values = zip(*((row["step"], 1e6 * row[metric]) for row in rows), strict=True)
                 axes.plot(steps, values, label=SERVERS[server], linewidth=1)
             axes.set(title=label, xlabel="step", ylabel="|difference of log p|, 1e-6 nats")
             axes.set_ylim(bottom=0)
-        axes.legend()
+        panels[-1].legend()
     return figure
 
 
-def _flags(settings: dict[str, object]) -> list[str]:
+def _flags(settings: Mapping[str, object]) -> list[str]:
     return [CONFIG, *(f"--config.{key}={value}" for key, value in settings.items())]
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]), *sys.argv[2:3])
+    given = dict(enumerate(sys.argv))
+    main(Path(given.get(1, "runs/mismatch")), int(given.get(2, "200")))

@@ -35,7 +35,7 @@ def test_both_servers_train_the_base_policy_with_learning_rate_0(
         (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     monkeypatch.setattr(subprocess, "run", run)
-    mismatch.main(tmp_path, "8")
+    mismatch.main(tmp_path, 8)
     policy = str(tmp_path / "base" / "policy")
     assert started == [("sglang", policy), ("vllm", policy)]
     assert "vLLM: mismatch/max 1.50e+01 in the first quarter, 7.50e+01 in the last" in capsys.readouterr().out

@@ -80,7 +80,7 @@ RULES = (
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh, for cpu; downloads SGLang"),
-    Rule("bash third_party/vllm/serve.sh gpu", elsewhere="requires a GPU; the vLLM tests run it with cpu"),
+    Rule("bash third_party/vllm/serve.sh", elsewhere="tests/support/vllm_servers.py, for cpu"),
     Rule("bash third_party/vllm/setup.sh", elsewhere="launch/test.sh, for cpu; downloads vLLM"),
     Rule("SERVER=vllm bash launch/node.sh", elsewhere="tests/launch/test_node.py, with stand-ins for servers"),
     Rule("SERVER=vllm sbatch launch/slurm.sbatch", elsewhere="tests/launch/test_launch.py, with a stand-in for srun"),
