@@ -67,6 +67,32 @@ install() { # ENV REQUIREMENTS AND OPTIONS
   fail "installing into $env failed: $(grep -iE 'error' <<<"$output" | tail -n 1); see $log for the complete output."
 }
 
+# Creates or reuses FOLDER/env-DEVICE with the packages in FOLDER/requirements-DEVICE.txt. Servers and the trainer require
+# different versions of torch and transformers. The interpreter can be selected with NAME_PYTHON=..., in capitals.
+make_server_env() { # NAME FOLDER DEVICE
+  local version python found selected=${1^^}_PYTHON env=$2/env-$3 pins=$2/requirements-$3.txt
+  case $3 in
+    cpu) version=3.11 ;;
+    gpu) version=3.12 ;;
+    *) echo "Usage: bash third_party/${1,,}/setup.sh gpu|cpu" >&2; exit 2 ;;
+  esac
+  python=${!selected:-python$version}
+  local stamp=$env/installed-$(cksum <"$pins" | tr -d ' ')
+  [ ! -e "$stamp" ] || return 0
+  found=$("$python" --version 2>/dev/null) || found=missing
+  [[ $found == "Python $version."* ]] ||
+    fail "$1 for $3 requires Python $version, but $python is $found; install it, or select one with $selected=..."
+  echo "Installing $1 for $3 into $env (a few minutes) ..."
+  make_env "$env" "$python"
+  # torch on PyPI requires CUDA libraries. The CPU build is in a separate index.
+  if [ "$3" = cpu ]; then
+    install "$env" --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$pins")"
+  fi
+  install "$env" --no-deps --requirement "$pins"
+  rm "$env/unfinished"
+  touch "$stamp"
+}
+
 fail_if_disk_full() { # OUTPUT
   ! grep -qiE 'no space left|disk quota' <<<"$1" ||
     fail "the disk is full; free disk space (packages take 1.5 GB for CPU and up to 7 GB for GPU), then run this \

@@ -5,6 +5,7 @@
 #
 #   bash launch/node.sh                                                     the paper's run; a second call resumes it
 #   bash launch/node.sh --config=configs/polaris.py:grpo --config.seed=1    another run, with any configuration keys
+#   SERVER=vllm bash launch/node.sh                                         the same with vLLM instead of SGLang
 #
 # With 4 x H200, for which the paper's run is configured:
 #
@@ -24,10 +25,11 @@
 #     or 82 responses of maximum length. CUDA graphs and activations take about 6 GB more. Other requests are queued.
 #   - Judge: fraction 0.50. A request with 8 responses of 4,096 tokens takes 35,000 tokens of cache, 5 GB, so about 12
 #     requests fit.
-# mem-fraction-static is a fraction of the memory that is free when a server starts, so the trainer starts after all
-# servers respond. Weights are transferred through a folder in /dev/shm, with 8 GB per version and at most two versions.
+# SGLang's fraction is a fraction of the memory that is free when a server starts, and vLLM's must be free then, so the
+# trainer starts after all servers respond. Weights are transferred through a folder in /dev/shm, with 8 GB per version and at most two versions.
 #
 # Environment variables:
+#   SERVER               kind of all servers: sglang (default) or vllm
 #   POLICY               model to serve and train; default: model.path of the configuration
 #   JUDGE                model of the judge; default: the judge of the paper
 #   JUDGE_URL            address of a judge on another machine; no judge is started here. Start the judge there with:
@@ -38,11 +40,12 @@
 #                        (1 on CPU)
 #   PORT                 port of the first policy server; default: 30000. The port of the judge is PORT + 10 or, with more
 #                        than ten policy servers, the next one
-#   POLICY_FLAGS         additional flags of sglang.launch_server for policy servers; with
-#                        --enable-deterministic-inference, servers respect the seeds of generations but are slower
-#   JUDGE_FLAGS          additional flags of sglang.launch_server for the judge
+#   POLICY_FLAGS         additional flags of sglang.launch_server or vllm serve for policy servers. SGLang respects the
+#                        seeds of generations only with --enable-deterministic-inference, which makes it slower
+#   JUDGE_FLAGS          additional flags of sglang.launch_server or vllm serve for the judge
 #   LOGS                 folder of the server logs; default: runs/logs, or runs/logs/node-N with SLURM
-#   DEVICE=cpu           test without GPUs, in float32
+#   DEVICE=cpu           test without GPUs, in float32. On CPUs, vLLM does not update output heads that share the weight
+#                        of the embedding, so an untied copy of the policy in LOGS is served and trained
 #
 # Ctrl-C or SIGTERM stops all processes. A trainer that is already training discards its unfinished batch, saves, and
 # exits with code 143. A second Ctrl-C discards the current step and saves the previous steps, as does the failure of a
@@ -51,7 +54,7 @@ source "$(dirname "$0")/help.sh"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/processes.sh
-device=${DEVICE:-gpu} port=${PORT:-30000} logs=${LOGS:-runs/logs${SLURM_NODEID:+/node-$SLURM_NODEID}}
+device=${DEVICE:-gpu} server=${SERVER:-sglang} port=${PORT:-30000} logs=${LOGS:-runs/logs${SLURM_NODEID:+/node-$SLURM_NODEID}}
 visible_gpus() { # prints their number
   if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
@@ -59,6 +62,19 @@ visible_gpus() { # prints their number
     nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true
   fi
 }
+# All differences between the kinds of servers: flags of a server on a GPU, whose index is appended, flags of the judge,
+# and a line in the log of a server that is ready.
+case $server in
+  sglang)
+    gpu_flags=(--mem-fraction-static 0.50 --base-gpu-id) ready='ready to roll'
+    judge_flags=(--constrained-json-disable-any-whitespace)
+    ;;
+  vllm)
+    gpu_flags=(--gpu-memory-utilization 0.50 --device-ids) ready='Application startup complete'
+    judge_flags=(--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}')
+    ;;
+  *) echo "Error: SERVER must be sglang or vllm, but is $server." >&2; exit 2 ;;
+esac
 judges=1
 [ -z "${JUDGE_URL:-}" ] || judges=0
 case $device in
@@ -109,15 +125,15 @@ check_signals() { # exits after a signal, otherwise waits 0.5 s
   sleep 0.5 || true
 }
 
-# SGLang, which supports only one version of Python, is set up first, so that a missing version is reported at once.
+# Servers, which support only one version of Python, are set up first, so that a missing version is reported at once.
 # shellcheck disable=SC2016
-start setup bash -c 'bash third_party/sglang/setup.sh "$1" && source launch/setup_env.sh "$0"' "$extra" "$device"
+start setup bash -c 'bash "third_party/$2/setup.sh" "$1" && source launch/setup_env.sh "$0"' "$extra" "$device" "$server"
 while is_running setup; do check_signals; done
 wait "${pid_of[setup]}"
 source launch/setup_env.sh "$extra"
 
 # These flags are inserted after --config, so that flags of the user come later and override them.
-own_flags=(--config.rollouts.weights_dir="$weights")
+own_flags=(--config.rollouts.name="$server" --config.rollouts.weights_dir="$weights")
 own_flags+=(--config.judge.url="${JUDGE_URL:-http://127.0.0.1:${port_of[judge]:-}}")
 urls=
 for ((i = 0; i < servers; i++)); do urls+=,http://127.0.0.1:$((port + i)); done
@@ -138,17 +154,23 @@ import sys
 from poly_epo_jax.startup.command_line import config_parser, run_command
 sys.exit(run_command(config_parser(None), None, lambda config, _: print(config.model.path)))')
 [ -n "$policy" ] || { echo "Error: model.path is empty; set POLICY to a model." >&2; exit 1; }
+mkdir -p "$logs"
+if [ "$device" = cpu ] && [ "$server" = vllm ]; then
+  policy=$(python launch/untied.py "$policy" "$logs/untied")
+  flags+=(--config.model.path="$policy")
+fi
 
 serve() { # NAME GPU MODEL FLAGS...
   local name=$1 gpu=$2 model=$3 log=$logs/$1.log flags=()
   shift 3
-  if [ "$device" = gpu ]; then flags=(--base-gpu-id "$gpu" --mem-fraction-static 0.50); fi
+  if [ "$device" = gpu ]; then flags=("${gpu_flags[@]}" "$gpu"); fi
   echo "$name: $model on port ${port_of[$name]}, log in $log"
-  start "$name" bash third_party/sglang/serve.sh "$device" "$model" "${port_of[$name]}" "${flags[@]}" "$@" >"$log" 2>&1
+  start "$name" bash "third_party/$server/serve.sh" "$device" "$model" "${port_of[$name]}" "${flags[@]}" "$@" >"$log" 2>&1
 }
 last_error() { # LOG: prints the line with the error message; lines before the server was ready are ignored
   local since
-  since=$(tac "$1" | sed '/ready to roll/Q')
+  # Lines of vLLM start with process, level and time. Its last errors refer to the error of another process above.
+  since=$(tac "$1" | sed -E "/$ready/Q; s/^\([A-Za-z0-9_]+ pid=[0-9]+\) (ERROR [^]]*\] )?//; /initialization failed/d")
   grep -m 1 -E '^[A-Za-z_.]*(Error|Exception)(:|$)|error:|ERROR' <<<"$since" || grep -m 1 . <<<"$since" ||
     echo "no output"
 }
@@ -162,15 +184,13 @@ check_servers() { # WHEN: succeeds if all servers are running, otherwise prints 
   done
 }
 
-mkdir -p "$logs"
 for ((i = 0; i < servers; i++)); do
   # shellcheck disable=SC2086
   serve "policy-$i" "$i" "$policy" ${POLICY_FLAGS:-}
 done
 if [ "$judges" = 1 ]; then
   # shellcheck disable=SC2086
-  serve judge "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" --constrained-json-disable-any-whitespace \
-    ${JUDGE_FLAGS:-}
+  serve judge "$servers" "${JUDGE:-Qwen/Qwen3-4B-Instruct-2507}" "${judge_flags[@]}" ${JUDGE_FLAGS:-}
 fi
 for name in "${!port_of[@]}"; do
   until is_listening "${port_of[$name]}"; do

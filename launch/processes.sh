@@ -38,19 +38,19 @@ stop() { # SECONDS NAME...: sends SIGTERM, and SIGKILL after the timeout; signal
   echo "Error: processes ${left[*]} do not terminate; inspect them with ps." >&2
 }
 
-# SGLang leaves files in /dev/shm whose names do not identify their process, so the inodes that it maps are recorded.
+# Servers leave files in /dev/shm whose names do not identify their process, so the inodes that they map are recorded.
 declare -A leftovers=()
 note_leftovers() { # NAME...
   local pid inode
   for pid in $(processes "$@"); do
     while read -r inode; do leftovers[$inode]=1; done < <(
-      awk '$6 ~ "^/dev/shm/(sem[.]|sglang_loads_)" { print $5 }' "/proc/$pid/maps" 2>/dev/null
+      awk '$6 ~ "^/dev/shm/(sem[.]|sglang_loads_|psm_)" { print $5 }' "/proc/$pid/maps" 2>/dev/null
     )
   done
 }
 remove_leftovers() {
   local inode
   for inode in "${!leftovers[@]}"; do
-    find /dev/shm -maxdepth 1 '(' -name 'sem.mp-*' -o -name 'sglang_loads_*' ')' -inum "$inode" -delete
+    find /dev/shm -maxdepth 1 '(' -name 'sem.mp-*' -o -name 'sglang_loads_*' -o -name 'psm_*' ')' -inum "$inode" -delete
   done
 }

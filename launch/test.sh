@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs all checks: style, types, and all tests, including slow tests and tests with real SGLang servers. Arguments are
-# passed to pytest, e.g. `-m "not slow"` to skip tests that take more than about two seconds.
+# Runs all checks: style, types, and all tests, including slow tests and tests with real SGLang and vLLM servers. Arguments
+# are passed to pytest, e.g. `-m "not slow"` to skip tests that take more than about two seconds.
 #
-# If torch for CPUs, JetStream, reasoning-gym, or the environment of SGLang or the TPU compiler cannot be installed, their
-# tests are skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
-# POLY_EPO_REQUIRE_REASONING_GYM=1, POLY_EPO_REQUIRE_SGLANG=1 or POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
+# If torch for CPUs, JetStream, reasoning-gym, or the environment of SGLang, vLLM or the TPU compiler cannot be installed,
+# their tests are skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
+# POLY_EPO_REQUIRE_REASONING_GYM=1, POLY_EPO_REQUIRE_SGLANG=1, POLY_EPO_REQUIRE_VLLM=1 or POLY_EPO_REQUIRE_LIBTPU=1, this
+# script fails instead.
 #
 #   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
 source "$(dirname "$0")/help.sh"
@@ -24,6 +25,7 @@ optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .
 ruff format --check .
 optional SGLANG bash third_party/sglang/setup.sh cpu
+optional VLLM bash third_party/vllm/setup.sh cpu
 optional LIBTPU bash launch/compiler_env.sh tpu
 # Checking types takes a minute on one core, so pyright runs in parallel with the tests. Its output is printed last.
 types=$(mktemp)

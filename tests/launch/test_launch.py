@@ -128,13 +128,13 @@ def test_tpu_reports_missing_arguments(tpu):
     assert usage.returncode == 2 and "bash launch/tpu.sh create v5p-32" in usage.stderr
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_slurm_installs_once_and_starts_every_node(tmp_path: Path, nodes: int):
+@pytest.mark.parametrize(("nodes", "server"), [(1, "sglang"), (2, "sglang"), (2, "vllm")])
+def test_slurm_installs_once_and_starts_every_node(tmp_path: Path, nodes: int, server: str):
     """The stand-ins of srun and of the setup scripts print their names and arguments."""
     for name, text in {
         "bin/srun": '#!/bin/sh\necho srun "$@"\n',
         "launch/setup_env.sh": 'echo trainer "$1"\n',
-        "third_party/sglang/setup.sh": 'echo sglang "$1"\n',
+        f"third_party/{server}/setup.sh": f'echo {server} "$1"\n',
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -142,13 +142,14 @@ def test_slurm_installs_once_and_starts_every_node(tmp_path: Path, nodes: int):
     ended = subprocess.run(
         ["bash", str(LAUNCH / "slurm.sbatch"), "--config=configs/polaris.py:h200x16"],
         env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
-        | {"SLURM_NNODES": str(nodes)},
+        | {"SLURM_NNODES": str(nodes)}
+        | ({} if server == "sglang" else {"SERVER": server}),
         capture_output=True,
         text=True,
     )
     words = "srun --kill-on-bad-exit=0 --label bash launch/node.sh --config=configs/polaris.py:h200x16"
     joined = " --config.hosts.coordinator_address=auto" if nodes > 1 else ""
-    assert ended.stdout.splitlines() == ["sglang gpu", "trainer [gpu]", words + joined], ended.stderr
+    assert ended.stdout.splitlines() == [f"{server} gpu", "trainer [gpu]", words + joined], ended.stderr
     assert ended.returncode == 0
 
 

@@ -5,6 +5,7 @@ Behavior that does not depend on SGLang or the trainer is tested in a copy of th
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import flax.nnx as nnx
+import jax
+import numpy as np
 import pytest
 from fakes import PATIENCE
 from sglang_servers import ROOT, descendants, free_port, require_sglang
@@ -43,9 +46,10 @@ while [ -e installing ]; do sleep 0.1; done
 """
 SERVE = """
 set -eu
-exec python third_party/sglang/server.py "$2" "$3"
+printf '%s\\n' "$@" >"arguments-$3"
+exec python server.py "$2" "$3"
 """
-# A server with children in separate process groups, one of which ignores SIGTERM, and a file as SGLang leaves it.
+# A server with children in separate process groups, one of which ignores SIGTERM, and files that servers leave behind.
 SERVER = """
 import http.server, mmap, os, subprocess, sys, uuid
 
@@ -57,13 +61,17 @@ subprocess.Popen(["bash", "-c", "sleep 600 & wait"], process_group=0)
 if "dies" in model:
     print("ConnectionError: an earlier error that is not the cause")
     print("The server is fired up and ready to roll!")
-    print("Traceback (most recent call last):", "  File ...", "ValueError: no such model", "  see above", sep=chr(10))
+    for line in ("Traceback", "  File ...", "ValueError: no such model", "  see above"):
+        print("(Worker pid=7) ERROR 01-01 00:00:00 [worker.py:9]", line)  # as in vLLM's log
+    print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.")
     print("kill_process_tree called")
     sys.exit(3)
-with open(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}.shm", "w+b") as file:
-    file.write(bytes(4096))
-    file.flush()
-    loads = mmap.mmap(file.fileno(), 4096)
+mapped = []
+for name in ("sglang_loads_", "psm_"):
+    with open(f"/dev/shm/{name}{uuid.uuid4().hex}", "w+b") as file:
+        file.write(bytes(4096))
+        file.flush()
+        mapped.append(mmap.mmap(file.fileno(), 4096))
 while "slow" in model:
     __import__("time").sleep(1)
 http.server.HTTPServer(("127.0.0.1", int(port)), http.server.BaseHTTPRequestHandler).serve_forever()
@@ -193,18 +201,18 @@ def trial(tmp_path: Path) -> Iterator[Node]:
     """Creates a repository of the scripts, with stand-ins for the servers, their setup, the doctor and the trainer."""
     folder = tmp_path / "repository"
     shutil.copytree(ROOT / "launch", folder / "launch")
-    (folder / "third_party" / "sglang").mkdir(parents=True)
     (folder / "poly_epo_jax").mkdir()
     (folder / "configs").symlink_to(ROOT / "configs")
     stand_ins = {
         "launch/setup_env.sh": SET_UP % Path(sys.executable).parent,
-        "third_party/sglang/setup.sh": INSTALL,
-        "third_party/sglang/serve.sh": SERVE,
-        "third_party/sglang/server.py": SERVER,
+        "server.py": SERVER,
         "poly_epo_jax/doctor.py": DOCTOR,
         "poly_epo_jax/main.py": TRAINER,
         "poly_epo_jax/__init__.py": f"__path__.append({str(ROOT / 'poly_epo_jax')!r})",
     }
+    for server in ("sglang", "vllm"):
+        (folder / "third_party" / server).mkdir(parents=True)
+        stand_ins |= {f"third_party/{server}/setup.sh": INSTALL, f"third_party/{server}/serve.sh": SERVE}
     for name, text in stand_ins.items():
         (folder / name).write_text(text)
     with _runs_in(folder, tmp_path / "output") as node:
@@ -350,17 +358,53 @@ def test_the_trainer_receives_the_served_models_and_determines_the_exit_code(tri
     assert json.loads((trial.folder / "asked.json").read_text()) == ["--short", *arguments]
 
 
-def test_defaults_are_the_models_of_the_paper_on_four_gpus(trial, ports, tmp_path):
+@pytest.mark.parametrize(
+    ("variables", "server", "gpu_flags", "judge_flag"),
+    [
+        ({}, "sglang", "--mem-fraction-static 0.50 --base-gpu-id", "--constrained-json-disable-any-whitespace"),
+        ({"SERVER": "vllm"}, "vllm", "--gpu-memory-utilization 0.50 --device-ids", "--structured-outputs-config"),
+    ],
+)
+def test_defaults_are_the_models_of_the_paper_on_four_gpus(
+    trial, ports, tmp_path, variables, server, gpu_flags, judge_flag
+):
     list_gpus = tmp_path / "nvidia-smi"
     list_gpus.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: NVIDIA H200; done\n")
     list_gpus.chmod(0o755)
-    process = trial.start(**ports, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    process = trial.start(**ports, **variables, PATH=f"{tmp_path}:{os.environ['PATH']}")
     (trial.folder / "step").touch()
     assert trial.end(process) == 0, trial.output()
     started = re.findall(r"^(\S+): (\S+) on port", trial.output(), re.MULTILINE)
     policies = [(f"policy-{i}", "Qwen/Qwen3-4B-Base") for i in range(3)]
     assert started == [*policies, ("judge", "Qwen/Qwen3-4B-Instruct-2507")]
-    assert "--config=configs/polaris.py" in json.loads((trial.folder / "arguments.json").read_text())
+    arguments = json.loads((trial.folder / "arguments.json").read_text())
+    assert "--config=configs/polaris.py" in arguments and f"--config.rollouts.name={server}" in arguments
+    for gpu, offset in enumerate((0, 1, 2, 10)):
+        flags = (trial.folder / f"arguments-{int(ports['PORT']) + offset}").read_text().splitlines()
+        assert flags[0] == "gpu" and flags[3:7] == [*gpu_flags.split(), str(gpu)]
+        assert (judge_flag in flags) == (offset == 10)
+
+
+def test_vllm_serves_an_untied_copy_on_cpus(trial, ports, tmp_path):
+    """A tied model has the output head of its embedding, and the trainer trains the model that is served."""
+    tied = ModelConfig(vocab_size=32, hidden_size=8, mlp_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
+    params = nnx.to_pure_dict(nnx.split(Qwen3(tied, nnx.Rngs(0)))[1])
+    hf.save_pretrained(tmp_path / "tied", params, tied, dtype="float32", eos_token_id=7)
+    policy = {"POLICY": str(tmp_path / "tied"), "SERVER": "vllm"}
+    process = trial.start("--config=configs/polaris.py", "--config.seed=1", **CPU | policy, **ports)
+    (trial.folder / "step").touch()
+    assert trial.end(process) == 0, trial.output()
+    assert f"policy-0: runs/logs/untied on port {ports['PORT']}" in trial.output()
+    assert trial.output().count("tied embeddings") == 1
+    arguments = json.loads((trial.folder / "arguments.json").read_text())
+    assert arguments[-1] == "--config.model.path=runs/logs/untied"
+    folder = trial.folder / "runs" / "logs" / "untied"
+    untied = hf.read_model_config(folder, dtype=tied.dtype)
+    assert untied == dataclasses.replace(tied, tie_word_embeddings=False)
+    copied = hf.load_params(folder, untied)
+    np.testing.assert_array_equal(copied.pop("untied_head"), params["embed"])
+    jax.tree.map(np.testing.assert_array_equal, copied, params)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
 
 
 def test_every_visible_gpu_has_a_server_if_the_judge_is_elsewhere(trial, ports):

@@ -81,6 +81,12 @@ RULES = (
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh, for cpu; downloads SGLang"),
+    Rule("bash third_party/vllm/serve.sh", elsewhere="tests/support/vllm_servers.py, for cpu"),
+    Rule("bash third_party/vllm/setup.sh", elsewhere="launch/test.sh, for cpu; downloads vLLM"),
+    Rule("SERVER=vllm bash launch/node.sh", elsewhere="tests/launch/test_node.py, with stand-ins for servers"),
+    Rule("SERVER=vllm sbatch launch/slurm.sbatch", elsewhere="tests/launch/test_launch.py, with a stand-in for srun"),
+    Rule("DEVICE=cpu SERVER=vllm bash launch/node.sh", elsewhere="tests/launch/test_node.py, with stand-ins"),
+    Rule("python benchmarks/mismatch.py", elsewhere="manual: starts real servers for 200 steps each"),
     Rule("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m poly_epo_jax.bench --plan", says="19.8 GB of 22.8 GB"),
     Rule(
         "XLA_PYTHON_CLIENT_ALLOCATOR=platform python -m poly_epo_jax.main --config=configs/gsm8k.py",
