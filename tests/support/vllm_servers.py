@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from fakes import TINY, tiny_params
 from flax import nnx
+from poly_epo_jax.model.qwen3 import Qwen3
 from sglang_servers import ROOT, SGLangServer, running
 
 from poly_epo_jax.model import hf
-from poly_epo_jax.model.qwen3 import Qwen3
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.tasks import PolynomialTask
 
