@@ -148,7 +148,7 @@ def option_rows(key: str) -> Iterator[tuple[str, ...]]:
     for name in KNOWN_NAMES[REGISTRY_KEYS[key]]:
         for option in options_of(entry_of(key, name)).values():
             default = "required" if option.default is inspect.Parameter.empty else code(repr(option.default))
-            limits = ", ".join(allowed_values(check) for check in checks_of(option) if isinstance(check, Range))
+            limits = ", ".join(allowed_values(check) for check in checks_of(option)[1:])
             kind = "" if option.annotation is inspect.Parameter.empty else type_name(option.annotation)
             if option.kind is inspect.Parameter.VAR_KEYWORD:
                 yield code(name), "any other option", "", "", ""
