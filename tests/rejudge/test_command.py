@@ -119,7 +119,14 @@ def test_a_corrected_sheet_is_kept_and_compared(tmp_path: Path):
 def test_a_killed_command_resumes_with_the_same_results(tmp_path: Path, fork_server: ForkServer):
     source, log = write_file(tmp_path / "words.jsonl", 200), tmp_path / "log.txt"
     judges = ["--judge=ngrams", "--judge=letters=ngrams:options.length=1,options.threshold=0.6"]
-    arguments = [str(source), "--config=polynomial", *judges, "--config.judge.max_concurrent=1"]
+    arguments = [
+        str(source),
+        "--config=polynomial",
+        *judges,
+        "--config.judge.max_concurrent=1",
+        "--num_seeds=1",
+        "--num_orders=1",
+    ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert fork_server.run("poly_epo_jax.rejudge", [*arguments, f"--output={whole}"]).returncode == 0
 
@@ -133,11 +140,11 @@ def test_a_killed_command_resumes_with_the_same_results(tmp_path: Path, fork_ser
     os.kill(process, signal.SIGKILL)
     fork_server.wait()
     num_rows = written.read_bytes().count(b"\n")
-    assert num_rows < 600 and not (killed / RESULTS).exists()
+    assert num_rows < 200 and not (killed / RESULTS).exists()
     assert fork_server.run("poly_epo_jax.rejudge", [*arguments, f"--output={killed}"]).returncode == 0
     for name in (RESULTS, f"ngrams/{CLUSTERINGS}", f"letters/{CLUSTERINGS}", f"letters/{SHEET}"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-    assert (killed / "letters" / "timing.jsonl").read_bytes().count(b"\n") >= 600
+    assert (killed / "letters" / "timing.jsonl").read_bytes().count(b"\n") >= 200
 
 
 def test_problems_are_spread_over_all_inputs(tmp_path: Path):
