@@ -30,7 +30,7 @@ def write_uniform(config: ModelConfig) -> dict[str, Any]:
 
 def read_window(written: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary position embedding and the window of Mistral, which all layers share."""
-    return read_uniform(written) | {"windows": (written.get("sliding_window", 4096) or 0,)}
+    return read_uniform(written) | {"windows": (_window(written, 4096),)}
 
 
 def write_window(config: ModelConfig) -> dict[str, Any]:
@@ -42,10 +42,11 @@ def read_position_free(written: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the layers of SmolLM3, of which some have no positions, and by a setting some a window."""
     num_layers, interval = _number(written, "num_hidden_layers"), written.get("no_rope_layer_interval") or 4
     has_rope = written.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    window = written.get("sliding_window") or 0 if written.get("use_sliding_window") else 0
+    has_rope = _checked(has_rope, "no_rope_layers", num_layers, (0, 1))
+    window = _window(written, 0) if written.get("use_sliding_window") else 0
     types = written.get("layer_types") or [FULL if rotated else SLIDING for rotated in has_rope]
     rope = _shared_rope(written, 2e6)
-    ropes = [rope if rotated else Rope(0.0) for rotated in _checked(has_rope, "no_rope_layers", num_layers, (0, 1))]
+    ropes = [rope if rotated else Rope(0.0) for rotated in has_rope]
     windows = [window if kind == SLIDING else 0 for kind in _checked(types, "layer_types", num_layers)]
     return {"ropes": _compact(ropes), "windows": _compact(windows)}
 
@@ -86,7 +87,7 @@ def read_by_type(
         kind: read_rope("rope_parameters", parameters | (by_type.get(kind) or {}), max_position)
         for kind, parameters in ((FULL, full), (SLIDING, sliding))
     }
-    types, window = _checked(types, "layer_types", num_layers), written.get("sliding_window", 4096) or 0
+    types, window = _checked(types, "layer_types", num_layers), _window(written, 4096)
     return {
         "ropes": _compact([ropes[kind] for kind in types]),
         "windows": _compact([window if kind == SLIDING else 0 for kind in types]),
@@ -137,18 +138,24 @@ def _flat_keys(rope: Rope) -> dict[str, Any]:
     return {"rope_parameters": parameters, "rope_theta": rope.theta, **scaling}
 
 
+def _window(written: Mapping[str, Any], default: int) -> int:
+    """Returns the window of the layers that have one. None disables the window, and a missing key is the default."""
+    window = written.get("sliding_window", default)
+    return _number({"sliding_window": window}, "sliding_window") if window else 0
+
+
 def _number(written: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = default if written.get(key) is None else written[key]
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int | float) or value < 1 or value != int(value):
         raise ValueError(f"{key}={value!r} must be a whole number greater than 0; correct it.")
-    return value
+    return int(value)
 
 
-def _checked(values: Sequence[Any], key: str, num_layers: int, allowed: Sequence[Any] = (FULL, SLIDING)) -> list[Any]:
+def _checked(values: Any, key: str, num_layers: int, allowed: Sequence[Any] = (FULL, SLIDING)) -> list[Any]:
     """Returns the values of the layers. A list may be longer than the model, as in transformers."""
-    if len(values) < num_layers or not set(values) <= set(allowed):
-        raise ValueError(f"{key}={list(values)!r} must contain {num_layers} values of {list(allowed)}; correct it.")
-    return list(values[:num_layers])
+    if not isinstance(values, list) or len(values) < num_layers or any(value not in allowed for value in values):
+        raise ValueError(f"{key}={values!r} must contain {num_layers} values of {list(allowed)}; correct it.")
+    return values[:num_layers]
 
 
 def _compact(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -199,6 +199,16 @@ def test_layers_save_the_arrays_of_their_remat_policy(remat: str, targets: tuple
     assert layer_values(shape, machine, "layer") == 5 * 1000 + 6 * 100 + 3 * 10 + 4 * 1
 
 
+def test_norms_of_outputs_save_the_products_that_they_normalize():
+    """The residual stream has 1,000 values per token. Compiled programs were compared once, at the size of 0.6B."""
+    machine, shape = Machine("h200", dict.fromkeys(AXES, 1)), ModelConfig(50, 1000, 100, 1, 10, 1, 1)
+    for pre_norm, more in ((False, {"dots": 1000}), (True, {"dots": 1000, "none": 2000, "layer": 2000})):
+        normalized = dataclasses.replace(shape, pre_norm=pre_norm, post_norm=True)
+        for holder in ("layer", *REMAT_POLICIES):
+            found = layer_values(normalized, machine, holder) - layer_values(shape, machine, holder)
+            assert found == more.get(holder, 0), holder
+
+
 def test_layer_arrays_have_unique_names():
     assert len({array.name for array in LAYER_ARRAYS}) == len(LAYER_ARRAYS)
     assert {holder for array in LAYER_ARRAYS for holder in array.held} == {"layer", *REMAT_POLICIES}
