@@ -1,0 +1,255 @@
+"""Tests vLLM rollouts with two real servers, which all tests share: generations, weight updates and failures."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fakes import ByLetter, collect, tiny_params, tiny_problems, trainer_logprobs
+from sglang_servers import ROOT, STARTED_WITHIN, SGLangServer, require_sglang, running
+from training_runs import SETTINGS, as_flags, environment, rows_of
+from vllm_servers import ALPHABET, CONTEXT, TOKENIZER, UNTIED, UNTIED_MODEL, VLLMServer, vllm_servers
+
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.servers.client import ServerSampler
+from poly_epo_jax.rollouts.servers.dialect import Dialect
+from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
+from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
+from poly_epo_jax.rollouts.vllm import VLLM
+from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.types import Group, Problem, Sampling
+
+pytestmark = pytest.mark.slow
+
+STOP_IDS = (1, 14)
+MAX_PROMPT = 300  # Longer than two blocks of the prefix cache.
+COUNTS = {"rollouts/server_failures": 0.0, "rollouts/resampled": 0.0, "rollouts/invalid_responses": 0.0}
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServer]]:
+    with vllm_servers(tmp_path_factory.mktemp("vllm")) as started:
+        yield started
+
+
+def rollouts_of(
+    servers: Sequence[SGLangServer], folder: Path, temperature: float = 1.0, dialect: Dialect | None = None
+) -> Rollouts:
+    dialect = dialect or VLLM(UNTIED.vocab_size, MAX_PROMPT + 24, temperature)
+    sync = DiskSync(folder, "a run", UNTIED, "float32")
+    weights = ServedWeights(sync, dialect, MAX_PROMPT, STARTED_WITHIN, STARTED_WITHIN)
+    limits = {"vocab_size": UNTIED.vocab_size, "max_concurrent": 16, "timeout_seconds": STARTED_WITHIN}
+    sampler = ServerSampler([one.url for one in servers], weights, STOP_IDS, **limits)
+    return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
+
+
+def push(rollouts: Rollouts, version: int) -> None:
+    """Pushes the weights `tiny_params(version)` as this version."""
+    asyncio.run(rollouts.push_weights(tiny_params(version, UNTIED_MODEL), version))
+
+
+def problems(count: int, max_length: int = 8) -> list[Problem]:
+    return tiny_problems(count, max_length, alphabet=ALPHABET)
+
+
+def mismatch(groups: Sequence[Group], version: int, temperature: float = 1.0) -> float:
+    """Returns the maximum difference between the log-probabilities of the sampler and of the trainer."""
+    trainer, sampler = trainer_logprobs(version, groups, temperature, UNTIED_MODEL)
+    assert len(trainer) > 50 and trainer.std() > 0.5
+    return float(np.abs(trainer - sampler).max())
+
+
+def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
+    return [y.token_ids.tolist() for group in groups for y in group.generations]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_generations_match_the_trainer_and_depend_on_seeds(servers, tmp_path, temperature):
+    rollouts, prompts = rollouts_of(servers, tmp_path, temperature), problems(12)
+    push(rollouts, 3)
+    groups = collect(rollouts, prompts, 4, Sampling(24, temperature))
+    assert mismatch(groups, 3, temperature) < 1e-4
+    generations = [y for group in groups for y in group.generations]
+    assert {y.weight_version for y in generations} == {3} and {y.finish_reason for y in generations} == {
+        "stop",
+        "length",
+    }
+    for y in generations:
+        stopped = y.finish_reason == "stop"
+        assert stopped == (y.token_ids[-1] in STOP_IDS) and not np.isin(y.token_ids[:-1], STOP_IDS).any()
+        assert stopped or len(y.token_ids) == 24
+    # Each seed has its own response, which does not depend on the server, the batch, or the other seeds of a prompt.
+    alone = rollouts_of(servers[:1], tmp_path / "alone", temperature)
+    push(alone, 3)
+    assert tokens_of(collect(alone, prompts, 4, Sampling(24, temperature))) == tokens_of(groups)
+    assert len(set(map(tuple, tokens_of(groups)))) > 40
+    assert rollouts.metrics() == alone.metrics() == COUNTS
+
+
+def test_a_prefix_cache_of_older_weights_is_emptied(servers, tmp_path, monkeypatch):
+    rollouts, prompts = rollouts_of(servers, tmp_path), problems(1, 1) + problems(MAX_PROMPT, MAX_PROMPT)[-3:]
+    for version in (1, 2):
+        push(rollouts, version)
+        for server in servers:
+            sampler = object.__new__(ServerSampler)
+            sampler.__dict__ = rollouts.sampler.__dict__ | {"urls": [server.url]}
+            groups = collect(Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT), prompts, 8, Sampling(16))
+            assert mismatch(groups, version) < 1e-4
+
+    async def do_not_pause(self, client, url):  # Every kind of pause of an idle server empties the cache.
+        pass
+
+    async def only_load(self, client, url, folder, version):
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        (await client.post(f"{url}/collective_rpc", json=body)).raise_for_status()
+        (await client.post(f"{url}/update_weight_version", json={"new_version": version})).raise_for_status()
+
+    monkeypatch.setattr(VLLM, "pause", do_not_pause)
+    monkeypatch.setattr(VLLM, "load_folder", only_load)
+    push(rollouts, 3)
+    assert mismatch(collect(rollouts, prompts, 8, Sampling(16)), 3) > 0.01  # The stale cache changes the results.
+
+
+def scores(url: str, tokens: Sequence[int]) -> list[float]:
+    """Returns the log-probabilities that a server of either kind assigns to all tokens after the first one."""
+    if httpx.get(f"{url}/version").status_code == 200:
+        body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        found = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60).json()["prompt_logprobs"][1:]
+        return [one[str(token)]["logprob"] for one, token in zip(found, tokens[1:], strict=True)]
+    body = {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    found = httpx.post(f"{url}/generate", json=body, timeout=60).json()["meta_info"]["input_token_logprobs"][1:]
+    return [logprob for logprob, *_ in found]
+
+
+def test_vllm_sglang_and_the_trainer_agree(servers, tmp_path):
+    """Tokens of each server are scored by the other one and by the trainer."""
+    require_sglang()
+    model, prompts = servers[0].model, problems(8)
+    flags = ("--max-total-tokens", "16384", "--max-running-requests", "32", "--context-length", "512")
+    with running([SGLangServer(model, tmp_path / "sglang.log", *flags)]) as (sglang,):
+        for server, other, dialect in ((servers[0], sglang, None), (sglang, servers[0], SGLANG)):
+            rollouts = rollouts_of([server], tmp_path / "w", dialect=dialect)
+            push(rollouts, 4)
+            if dialect is None:
+                push(rollouts_of([sglang], tmp_path / "other", dialect=SGLANG), 4)
+            groups = collect(rollouts, prompts, 4, Sampling(24))
+            assert mismatch(groups, 4) < 1e-4
+            for group in groups:
+                for y in group.generations:
+                    found = scores(other.url, [*group.prompt_ids.tolist(), *y.token_ids.tolist()])
+                    np.testing.assert_allclose(found[-len(y.token_ids) :], y.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_training_with_either_server(servers, tmp_path, name):
+    """Ten steps from random weights. The log-probabilities of the servers and the trainer agree for every token."""
+    model = servers[0].model
+
+    def train(urls: str) -> list[dict[str, Any]]:
+        settings = SETTINGS | {
+            "workdir": tmp_path / "run",
+            "model.path": model,
+            "rollouts.name": name,
+            "rollouts.urls": urls,
+            "rollouts.weights_dtype": "float32",
+            "rollouts.weights_dir": tmp_path / "w",
+            "optimizer.learning_rate": 1e-3,
+            "train.num_steps": 10,
+            "eval.every": 0,
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "poly_epo_jax.main",
+            "--config=configs/polynomial.py:grpo",
+            *as_flags(settings),
+        ]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return rows_of(tmp_path / "run")
+
+    if name == "vllm":
+        rows = train(",".join(server.url for server in servers))
+    else:
+        require_sglang()
+        with running([SGLangServer(model, tmp_path / "sglang.log", "--max-total-tokens", "16384")]) as (server,):
+            rows = train(server.url)
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert 0 < max(row["mismatch/max"] for row in rows) < 1e-3 and {row["response/staleness"] for row in rows} == {0.0}
+    assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows) == 0
+    assert not any((tmp_path / "w").glob("*"))
+
+
+def test_settings_are_verified(servers):
+    def error(dialect: VLLM) -> str:
+        with pytest.raises(ServerError) as raised:
+            asyncio.run(dialect.probe(servers[0].url))
+        return str(raised.value)
+
+    assert "a vocabulary of 22 tokens, but that of the policy has 23" in error(VLLM(23))
+    assert f"--max-model-len {CONTEXT + 1}" in error(VLLM(UNTIED.vocab_size, CONTEXT + 1))
+    endpoint = asyncio.run(VLLM(UNTIED.vocab_size, CONTEXT, temperature=0.5).probe(servers[0].url))
+    assert not endpoint.is_router and not endpoint.update_error
+    info = asyncio.run(VLLM().model_info(servers[0].url))
+    assert info.path == info.tokenizer_path == str(servers[0].model) and info.has_weights
+
+
+def test_generations_beyond_the_context_raise_an_error(servers, tmp_path):
+    rollouts = rollouts_of(servers[:1], tmp_path)
+    push(rollouts, 1)
+    with pytest.raises(
+        ServerError, match=r"of 600 tokens, at the end of its context; start it with a larger --max-mod"
+    ):
+        collect(rollouts, problems(1), 4, Sampling(600))
+
+
+def test_a_server_that_is_killed_during_a_batch_is_updated_before_it_generates(servers, tmp_path, capsys):
+    """The other server is paused while the killed one restarts."""
+    (held, dying), prompts = servers, problems(24)
+    rollouts = rollouts_of(servers, tmp_path)
+    push(rollouts, 1)
+    asked: list[str] = []
+
+    def restart() -> None:
+        dying.start()
+        deadline = time.monotonic() + STARTED_WITHIN
+        while len(dying.requests()) < len(asked) + 6:  # Pause, load, name, empty the cache, resume, verify.
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        httpx.post(f"{held.url}/resume").raise_for_status()
+
+    async def main() -> list[Group]:
+        groups, action = [], None
+        async for group in rollouts.generate(prompts, 4, Sampling(150)):
+            groups.append(group)
+            if len(groups) == 2:
+                httpx.post(f"{held.url}/pause?mode=keep").raise_for_status()
+                dying.kill()  # Blocks the event loop, so that most of the prompts are still pending.
+                asked.extend(dying.requests())
+                action = asyncio.create_task(asyncio.to_thread(restart))
+        assert action is not None
+        await action
+        return groups
+
+    groups = asyncio.run(main())
+    assert {group.problem.id for group in groups} == {problem.id for problem in prompts}
+    assert {len(group.generations) for group in groups} == {4} and mismatch(groups, 1) < 1e-4
+    assert rollouts.metrics() == COUNTS | {"rollouts/server_failures": 1.0}
+    output = capsys.readouterr().err
+    assert f"Server {dying.url} failed" in output and f"Server {dying.url} has recovered" in output
+    # The restarted server received the current weights before its first prompt.
+    since = dying.requests()[len(asked) :]
+    update = ["pause", "collective_rpc", "update_weight_version", "reset_prefix_cache", "resume"]
+    assert since[:5] == update and since.count("inference/v1/generate") > 4
