@@ -17,16 +17,13 @@ from sglang_servers import ROOT, STARTED_WITHIN, SGLangServer, require_sglang, r
 from training_runs import SETTINGS, as_flags, environment, rows_of
 from vllm_servers import ALPHABET, CONTEXT, TOKENIZER, UNTIED, UNTIED_MODEL, VLLMServer, vllm_servers
 
+from poly_epo_jax.config.default import get_config
 from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.client import ServerSampler
-from poly_epo_jax.rollouts.servers.content_check import ContentCheck
-from poly_epo_jax.rollouts.servers.dialect import Dialect
-from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.servers.weight_reference import WeightReference
-from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
-from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.rollouts.vllm import VLLM
+from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Group, Problem, Sampling
 
@@ -45,20 +42,21 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServe
 
 
 def rollouts_of(
-    servers: Sequence[SGLangServer],
-    folder: Path,
-    temperature: float = 1.0,
-    dialect: Dialect | None = None,
-    check: ContentCheck | None = None,
+    servers: Sequence[SGLangServer], folder: Path, temperature: float = 1.0, name: str = "vllm"
 ) -> Rollouts:
-    dialect = dialect or VLLM(UNTIED.vocab_size, MAX_PROMPT + 24, temperature)
-    sync = DiskSync(folder, "a run", UNTIED, "float32")
-    reference = WeightReference(UNTIED_MODEL, make_mesh(1, 1, 1), "float32")
-    check = check or ContentCheck(dialect, reference, MAX_PROMPT + 24, UNTIED.vocab_size, STOP_IDS)
-    weights = ServedWeights(sync, dialect, check, STARTED_WITHIN, STARTED_WITHIN)
-    limits = {"vocab_size": UNTIED.vocab_size, "max_concurrent": 16, "timeout_seconds": STARTED_WITHIN}
-    sampler = ServerSampler([one.url for one in servers], weights, STOP_IDS, **limits)
+    config = get_config()
+    config.rollouts.update({"name": name, "urls": ",".join(server.url for server in servers), "max_concurrent": 16})
+    config.rollouts.update({"weights_dir": str(folder), "weights_dtype": "float32", "wait_seconds": STARTED_WITHIN})
+    config.train.max_prompt_tokens = MAX_PROMPT
+    config.sampling.temperature = temperature
+    sampler = SAMPLERS[name].open(UNTIED_MODEL, make_mesh(1, 1, 1), STOP_IDS, read_config(config))
     return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
+
+
+def counts_of(rollouts: Rollouts) -> dict[str, float]:
+    """Returns the counters of failures and of generations that were not accepted."""
+    metrics = rollouts.metrics()
+    return {name: metrics[name] for name in COUNTS}
 
 
 def push(rollouts: Rollouts, version: int) -> None:
@@ -101,7 +99,7 @@ def test_generations_match_the_trainer_and_depend_on_seeds(servers, tmp_path, te
     push(alone, 3)
     assert tokens_of(collect(alone, prompts, 4, Sampling(24, temperature))) == tokens_of(groups)
     assert len(set(map(tuple, tokens_of(groups)))) > 40
-    assert COUNTS.items() <= rollouts.metrics().items() and COUNTS.items() <= alone.metrics().items()
+    assert counts_of(rollouts) == counts_of(alone) == COUNTS
 
 
 def test_a_prefix_cache_of_older_weights_is_emptied(servers, tmp_path, monkeypatch):
@@ -126,9 +124,10 @@ def test_a_prefix_cache_of_older_weights_is_emptied(servers, tmp_path, monkeypat
     monkeypatch.setattr(VLLM, "load_folder", only_load)
     with pytest.raises(ServerError, match="prefix cache contains keys and values of other weights"):
         push(rollouts, 3)
-    rollouts = rollouts_of(servers, tmp_path, check=UNCHECKED)
-    push(rollouts, 3)
-    assert mismatch(collect(rollouts, prompts, 8, Sampling(16)), 3) > 0.01  # The stale cache changes the results.
+    assert isinstance(rollouts.sampler, ServerSampler)
+    monkeypatch.setattr(rollouts.sampler._weights, "check", UNCHECKED)
+    push(rollouts, 4)
+    assert mismatch(collect(rollouts, prompts, 8, Sampling(16)), 4) > 0.01  # The stale cache changes the results.
 
 
 def scores(url: str, tokens: Sequence[int]) -> list[float]:
@@ -153,11 +152,10 @@ def test_vllm_sglang_and_the_trainer_agree(servers, tmp_path):
     model, prompts = servers[0].model, problems(8)
     flags = ("--max-total-tokens", "16384", "--max-running-requests", "32", "--context-length", "512")
     with running([SGLangServer(model, tmp_path / "sglang.log", *flags)]) as (sglang,):
-        for server, other, dialect in ((servers[0], sglang, None), (sglang, servers[0], SGLANG)):
-            rollouts = rollouts_of([server], tmp_path / "w", dialect=dialect)
+        samplers = rollouts_of(servers[:1], tmp_path / "a"), rollouts_of([sglang], tmp_path / "b", name="sglang")
+        for rollouts in samplers:
             push(rollouts, 4)
-            if dialect is None:
-                push(rollouts_of([sglang], tmp_path / "other", dialect=SGLANG), 4)
+        for rollouts, other in zip(samplers, (sglang, servers[0]), strict=True):
             groups = collect(rollouts, prompts, 4, Sampling(24))
             assert mismatch(groups, 4) < 1e-4
             for group in groups:
@@ -260,7 +258,7 @@ def test_a_server_that_is_killed_during_a_batch_is_updated_before_it_generates(s
     groups = asyncio.run(main())
     assert {group.problem.id for group in groups} == {problem.id for problem in prompts}
     assert {len(group.generations) for group in groups} == {4} and mismatch(groups, 1) < 1e-4
-    assert (COUNTS | {"rollouts/server_failures": 1.0}).items() <= rollouts.metrics().items()
+    assert counts_of(rollouts) == COUNTS | {"rollouts/server_failures": 1.0}
     output = capsys.readouterr().err
     assert f"Server {dying.url} failed" in output and f"Server {dying.url} has recovered" in output
     # The restarted server received the current weights before its first prompt.
