@@ -24,7 +24,6 @@ from responses import response
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges import chat_server, llm
 from poly_epo_jax.judges.llm import LLMJudge
-from poly_epo_jax.rollouts import sglang as requests
 from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import ServerSampler
@@ -32,6 +31,7 @@ from poly_epo_jax.rollouts.servers.content_check import ContentCheck
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights, WeightReference
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
+from poly_epo_jax.rollouts.sglang import dialect as requests
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from reprlib import repr as _brief
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import numpy as np
@@ -42,7 +42,11 @@ class VLLM:
     vocab_size: int = 0
     context_tokens: int = 0
     temperature: float = 1.0
-    max_cache_block: ClassVar[int] = 128  # On CPUs. Blocks on GPUs have 16 tokens.
+
+    @property
+    def max_cache_block(self) -> int:
+        """Number of tokens of a block on CPUs. Blocks on GPUs have 16 tokens."""
+        return 128
 
     async def wait_for(self, url: str, seconds: float) -> None:
         """Waits until `/health` responds, see `Dialect.wait_for`."""

@@ -57,10 +57,10 @@ class PolicyServer(LyingServer):
             self._load(Path(body["model_path"]))
         return super()._honest(method, path, body)
 
-    def answer(self, seed, prompt_ids):
+    def answer(self, seed, prompt_ids, max_tokens=MAX_TOKENS):
         prompt, stop_ids = np.array(prompt_ids, np.int32), np.array([1], np.int32)
         slots = Slots(
-            *(self._shape, self._weights, MESH, stop_ids, [prompt], [Job(0, seed, MAX_TOKENS)], Sampling(MAX_TOKENS)),
+            *(self._shape, self._weights, MESH, stop_ids, [prompt], [Job(0, seed, max_tokens)], Sampling(max_tokens)),
             num_slots=1,
             max_prompts=1,
             max_length=64,
@@ -69,7 +69,7 @@ class PolicyServer(LyingServer):
         while not slots.is_done:
             finished += slots.advance()
         (drawn,) = finished
-        answer = super().answer(seed, prompt_ids)
+        answer = super().answer(seed, prompt_ids, max_tokens)
         stops = drawn.token_ids[-1] == 1
         reason = {"type": "stop", "matched": 1} if stops else {"type": "length", "length": MAX_TOKENS}
         entries = [[float(p), int(one), None] for p, one in zip(drawn.logprobs, drawn.token_ids, strict=True)]

@@ -119,12 +119,12 @@ class LyingServer:
     def _generate(self, body: Any) -> Any:
         parameters, prompts = body["sampling_params"], body["input_ids"]
         if not isinstance(parameters, list):
-            return self.answer(parameters["sampling_seed"], prompts)
+            return self.answer(parameters["sampling_seed"], prompts, parameters["max_new_tokens"])
         return [self.answer(one["sampling_seed"], ids) for one, ids in zip(parameters, prompts, strict=True)]
 
-    def answer(self, seed: int, prompt_ids: list[int]) -> Any:
-        """Returns the response of SGLang for one seed and prompt."""
-        token_ids, logprobs = drawn(seed)
+    def answer(self, seed: int, prompt_ids: list[int], max_tokens: int = MAX_TOKENS) -> Any:
+        """Returns the response of SGLang for one seed and prompt, with at most `max_tokens` tokens."""
+        token_ids, logprobs = (values[:max_tokens] for values in drawn(seed))
         stopped = token_ids[-1] in STOP_IDS
         reason = {"type": "stop", "matched": token_ids[-1]} if stopped else {"type": "length", "length": MAX_TOKENS}
         info = {
