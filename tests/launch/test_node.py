@@ -388,7 +388,7 @@ def test_defaults_are_the_models_of_the_paper_on_four_gpus(
 def test_vllm_serves_an_untied_copy_on_cpus(trial, ports, tmp_path):
     """A tied model has the output head of its embedding, and the trainer trains the model that is served."""
     tied = ModelConfig(vocab_size=32, hidden_size=8, mlp_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
-    params = nnx.to_pure_dict(nnx.split(Qwen3(tied, nnx.Rngs(0)))[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(tied, nnx.Rngs(0)))[1])
     hf.save_pretrained(tmp_path / "tied", params, tied, dtype="float32", eos_token_id=7)
     policy = {"POLICY": str(tmp_path / "tied"), "SERVER": "vllm"}
     process = trial.start("--config=configs/polaris.py", "--config.seed=1", **CPU | policy, **ports)
