@@ -40,7 +40,7 @@ from poly_epo_jax.config.checks import Range, validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.evaluate.folder import open_folder
 from poly_epo_jax.judges import JUDGES, judge_identity
-from poly_epo_jax.judges.llm import CHARS_PER_TOKEN, warn_capacity
+from poly_epo_jax.judges.capacity import CHARS_PER_TOKEN, warn_capacity
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.records.run_folder import LOCK
 from poly_epo_jax.rejudge.inputs import RecordedGroup, RecordedTask, read_inputs, with_answers
