@@ -250,8 +250,10 @@ def test_an_invalid_reply_is_not_requested_again_without_randomness(serve: Calla
         warning.startswith("Warning: The judge at http://judge: the reply is not JSON") and "temperature=0" in warning
     )
     serve(lambda body: httpx.Response(500))
-    assert asyncio.run(judge.cluster(group(PROBLEMS[0], "ab"))).kind == "unavailable"
-    for options in ({"temperature": 0.0}, {"send_seed": False}):
+    outcome = asyncio.run(judge.cluster(group(PROBLEMS[0], "ab")))
+    assert isinstance(outcome, JudgeFailure) and outcome.kind == "unavailable"
+    random: list[dict[str, Any]] = [{"temperature": 0.0}, {"send_seed": False}]
+    for options in random:
         server = serve(lambda body: completion("no"))
         asyncio.run(make_judge(**options).cluster(group(PROBLEMS[0], "ab")))
         assert len(server.bodies) == 3
