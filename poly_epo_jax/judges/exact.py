@@ -55,8 +55,8 @@ def _with_errors(ids: Int[np.ndarray, " N"], group: Group, rate: float) -> Clust
     random = np.random.default_rng(np.frombuffer(digest.digest(), np.uint32))
     is_degenerate = ids == DEGENERATE_CLUSTER
     is_wrong = (random.random(len(ids)) < rate) & ~is_degenerate
-    keys = np.where(is_wrong, random.integers(0, len(ids), len(ids)), ids)
-    return clusters_of(np.where(is_degenerate, None, keys).tolist())
+    keys = np.where(is_wrong, random.integers(0, len(ids), len(ids)), ids).tolist()
+    return clusters_of([None if degenerate else key for degenerate, key in zip(is_degenerate, keys, strict=True)])
 
 
 def clusters_of(keys: Sequence[Hashable | None]) -> Clustering:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from fakes import TINY, tiny_params
 from flax import nnx
-from poly_epo_jax.model.qwen3 import Qwen3
 from sglang_servers import ROOT, SGLangServer, running
 
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.tasks import PolynomialTask
 
@@ -22,7 +22,7 @@ ALPHABET = PolynomialTask.alphabet
 TOKENIZER = build_character_tokenizer(ALPHABET)
 # vLLM requires a head_dim of at least 32. On CPU, it does not update the output head of a model with tied embeddings.
 UNTIED = dataclasses.replace(TINY, vocab_size=len(TOKENIZER), head_dim=32, tie_word_embeddings=False)
-UNTIED_MODEL = nnx.eval_shape(lambda: Qwen3(UNTIED, nnx.Rngs(0)))
+UNTIED_MODEL = nnx.eval_shape(lambda: Transformer(UNTIED, nnx.Rngs(0)))
 CONTEXT = 512
 
 
