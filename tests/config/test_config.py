@@ -149,7 +149,10 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"judge.name": "llm"}, ["judge.url=''", "judge server"]),
         ({"judge.name": "none"}, ["judge.name='none'", "Poly-EPO requires clusters", ":grpo"]),
         ({"judge.name": "none", "algo.advantages": "grpo_div"}, ["judge.name='none'", "GRPO+DIV requires clusters"]),
-        ({"judge.name": "answer", "judge.options": {"attempts": 2}}, ["judge.options has 'attempts'", "answer does not", "none."]),
+        (
+            {"judge.name": "answer", "judge.options": {"attempts": 2}},
+            ["judge.options has 'attempts'", "answer does not", "none."],
+        ),
         ({"algo.options": {"bonus": 1}}, ["algo.options has 'bonus'", "marginal_set"]),
         ({"rollouts.options": {"path": "x"}}, ["rollouts.options has 'path'", "embedded"]),
         ({"judge.max_failed_fraction": 1.5}, ["judge.max_failed_fraction=1.5", "between 0 and 1"]),

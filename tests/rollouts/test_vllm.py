@@ -42,14 +42,18 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServe
 
 
 def rollouts_of(
-    servers: Sequence[SGLangServer], folder: Path, temperature: float = 1.0, name: str = "vllm"
+    servers: Sequence[SGLangServer],
+    folder: Path,
+    temperature: float = 1.0,
+    name: str = "vllm",
+    stop_ids: Sequence[int] = STOP_IDS,
 ) -> Rollouts:
     config = get_config()
     config.rollouts.update({"name": name, "urls": ",".join(server.url for server in servers), "max_concurrent": 16})
     config.rollouts.update({"weights_dir": str(folder), "weights_dtype": "float32", "wait_seconds": STARTED_WITHIN})
     config.train.max_prompt_tokens = MAX_PROMPT
     config.sampling.temperature = temperature
-    sampler = SAMPLERS[name].open(UNTIED_MODEL, make_mesh(1, 1, 1), STOP_IDS, read_config(config))
+    sampler = SAMPLERS[name].open(UNTIED_MODEL, make_mesh(1, 1, 1), stop_ids, read_config(config))
     return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
 
 
@@ -219,7 +223,7 @@ def test_settings_are_verified(servers):
 
 
 def test_generations_beyond_the_context_raise_an_error(servers, tmp_path):
-    rollouts = rollouts_of(servers[:1], tmp_path)
+    rollouts = rollouts_of(servers[:1], tmp_path, stop_ids=())
     push(rollouts, 1)
     with pytest.raises(
         ServerError, match=r"of 600 tokens, at the end of its context; start it with a larger --max-mod"
