@@ -111,7 +111,7 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
     """Returns the flags, and the configuration of --config (by default, the default configuration) with overrides."""
-    overrides = [argument for argument in arguments if argument.startswith(KEY)]
+    overrides = [_with_value(argument) for argument in arguments if argument.startswith(KEY)]
     flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
     if unknown:
         raise ConfigError(unknown_argument(unknown[0], parser))
@@ -131,15 +131,19 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
       ConfigError: If a key or value is invalid.
     """
     values = ConfigDict(config.to_dict())
-    _override(values, overrides)
+    _override(values, [_with_value(override) for override in overrides])
     return read_config(values, training=False)
+
+
+def _with_value(override: str) -> str:
+    if "=" not in override:
+        raise ConfigError(f"{override} has no value; write {override}=VALUE.")
+    return override
 
 
 def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
     with config.unlocked(), config.ignore_type():
         for override in overrides:
-            if "=" not in override:
-                raise ConfigError(f"{override} has no value; write {override}=VALUE.")
             _set(config, override)
 
 
