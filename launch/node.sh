@@ -26,7 +26,8 @@
 #   - Judge: fraction 0.50. A request with 8 responses of 4,096 tokens takes 35,000 tokens of cache, 5 GB, so about 12
 #     requests fit.
 # SGLang's fraction is a fraction of the memory that is free when a server starts, and vLLM's must be free then, so the
-# trainer starts after all servers respond. Weights are transferred through a folder in /dev/shm, with 8 GB per version and at most two versions.
+# trainer starts after all servers respond. Weights are transferred through a folder in /dev/shm, with 8 GB per version
+# and at most two versions.
 #
 # Environment variables:
 #   SERVER               kind of all servers: sglang (default) or vllm
