@@ -15,11 +15,12 @@ from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.capacity import TOKENS_PER_FREE_VERDICT, TOKENS_PER_VERDICT, capacity_warnings
 from poly_epo_jax.judges.chat_server import ChatServer
 from poly_epo_jax.judges.prompt import ReplyKeys, build_messages, load_rubric, reply_schema, rubric_file
-from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name, read_usage
 from poly_epo_jax.system.digests import file_digests
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad, Task
 
+COUNTS = ("retries", "shortened_responses", "prompt_tokens", "reply_tokens")
 INVALID = ("truncated", "malformed")
 """Kinds of failures after which the request is retried with another seed."""
 
@@ -107,6 +108,7 @@ class LLMJudge:
                 try:
                     body = {"model": await self._model_name(client), **request, **seed}
                     reply = await self._server.send(client, "POST", "/chat/completions", body)
+                    self._server.counts.update(read_usage(reply))
                     return read_clustering(reply, len(group.generations), self._keys)
                 except ReplyError as error:
                     if attempt == self._attempts or not self._is_retried(error):
@@ -150,9 +152,9 @@ class LLMJudge:
         return capacity_warnings(load, self._rubric, self._max_response_chars, self._max_tokens, context, per_verdict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of retried requests and of shortened responses since the last call."""
+        """Returns the numbers of retried requests, shortened responses and tokens since the last call."""
         counts, self._server.counts = self._server.counts, collections.Counter[str]()
-        return {f"judge/{name}": float(counts[name]) for name in ("retries", "shortened_responses")}
+        return {f"judge/{name}": float(counts[name]) for name in COUNTS}
 
     def _request(self, group: Group) -> dict[str, Any]:
         """Returns the parts of a request that do not depend on the attempt."""

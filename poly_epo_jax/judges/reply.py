@@ -17,6 +17,9 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 THINK_BLOCK = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 CODE_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*)\n[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
 
+MAX_TOKENS = 2**31
+"""Numbers of tokens from this number on are not counted, because no request has so many."""
+
 
 class ReplyError(Exception):
     """Raised when a request has no valid reply.
@@ -91,6 +94,19 @@ def read_context(body: bytes, model: str) -> int:
             case {"id": str(name), "max_model_len": int(context)} if name == model or not model:
                 return max(context, 0)
     return 0
+
+
+def read_usage(body: bytes) -> dict[str, int]:
+    """Returns the numbers of tokens that a chat completion reports: "prompt_tokens" and "reply_tokens".
+
+    Numbers that are missing or invalid are omitted, because servers need not report them.
+    """
+    try:
+        usage = json.loads(body)["usage"]
+        counts = {"prompt_tokens": usage["prompt_tokens"], "reply_tokens": usage["completion_tokens"]}
+    except (ValueError, RecursionError, TypeError, LookupError):
+        return {}
+    return {name: count for name, count in counts.items() if type(count) is int and 0 <= count < MAX_TOKENS}
 
 
 def read_error(body: bytes) -> dict[str, Any]:

@@ -219,6 +219,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Number of responses that were shortened to fit into the judge's prompt.",
             "Above 0: the judge does not read the middle of these responses; increase `max_response_chars`.",
         ),
+        "judge/prompt_tokens": LoggedMetric(
+            "Judge's prompt tokens", "Number of tokens of the requests to the judge, if its server reports it."
+        ),
+        "judge/reply_tokens": LoggedMetric(
+            "Judge's reply tokens", "Number of tokens of the judge's replies, if its server reports it."
+        ),
         "grader/timeouts": LoggedMetric(
             "Grader timeouts",
             "Number of answers with reward 0 because their comparison exceeded its time limit.",
@@ -293,7 +299,10 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
 )
 """Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry."""
 
-_COUNTERS = "grader/", "rollouts/", "judge/retries", "judge/shortened_responses"
+_COUNTERS = (
+    *("grader/", "rollouts/"),
+    *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens"),
+)
 """Prefixes of the metrics that tasks, samplers and judges report themselves."""
 _RESERVED = frozenset(name for name in LOGGED_METRICS if not name.startswith(_COUNTERS))
 

@@ -42,6 +42,7 @@ def group(texts=TEXTS, problem_id="p", weight_version=0) -> Group:
 
 
 SECTION = {"url": URL, "model": "judge-1", "timeout_seconds": 5.0, "wait_seconds": 0.0, "max_concurrent": 4}
+NO_COUNTS = dict.fromkeys([f"judge/{name}" for name in llm.COUNTS], 0.0)
 OPTIONS: dict[str, Any] = {"max_tokens": 1024, "max_response_chars": 4000}
 
 
@@ -115,7 +116,7 @@ def test_a_valid_reply_becomes_a_clustering(serve):
     assert list(body["response_format"]["json_schema"]["schema"]["properties"]) == ["1", "2"]
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
     assert all(text in body["messages"][1]["content"] for text in ("What is 2 + 2?", *TEXTS))
-    assert judge.metrics() == {"judge/retries": 0.0, "judge/shortened_responses": 0.0}
+    assert judge.metrics() == NO_COUNTS
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -348,11 +349,35 @@ def test_clustering_can_be_cancelled(serve):
         asyncio.run(cancel())
 
 
+def test_tokens_are_counted_also_of_invalid_replies(serve):
+    invalid, valid = (json.loads(completion(text)) for text in ("{}", REPLY))
+    invalid["usage"] = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
+    valid["usage"] = {"prompt_tokens": 101, "completion_tokens": 7}
+    serve(json.dumps(invalid).encode(), json.dumps(valid).encode())
+    judge = make_judge()
+    assert isinstance(cluster(judge), Clustering)
+    assert judge.metrics() == NO_COUNTS | {
+        "judge/retries": 1.0,
+        "judge/prompt_tokens": 201.0,
+        "judge/reply_tokens": 27.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "usage", [None, [], "many", {"prompt_tokens": -1}, {"prompt_tokens": True, "completion_tokens": 10**400}]
+)
+def test_invalid_numbers_of_tokens_are_not_counted(serve, usage):
+    serve(json.dumps(json.loads(completion(REPLY)) | {"usage": usage}).encode())
+    judge = make_judge()
+    assert isinstance(cluster(judge), Clustering)
+    assert judge.metrics() == NO_COUNTS
+
+
 def test_shortened_responses_are_counted(serve):
     server = serve(completion(REPLY))
     judge = make_judge(max_response_chars=100)
     cluster(judge, ["a" * 101, "b"])
-    assert judge.metrics() == {"judge/retries": 0.0, "judge/shortened_responses": 1.0}
+    assert judge.metrics() == NO_COUNTS | {"judge/shortened_responses": 1.0}
     assert judge.metrics()["judge/shortened_responses"] == 0.0
     assert "1 characters left out" in server.bodies()[0]["messages"][1]["content"]
 

@@ -22,7 +22,8 @@ from poly_epo_jax.records.run_folder import METRICS, TIMING, read_rows
 from poly_epo_jax.set_rl import clip_cov_loss
 
 CONDITIONAL = (
-    *("judge/retries", "judge/shortened_responses", "grader/timeouts", "grader/crashes"),
+    *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens"),
+    *("grader/timeouts", "grader/crashes"),
     *("rollouts/server_failures", "rollouts/resampled", "rollouts/invalid_responses"),
     *("mismatch/truncated_fraction", "mismatch/masked_responses", "memory/peak_bytes"),
 )
