@@ -81,7 +81,11 @@ TEXTS = [
     ",",
     "h:1",
 ]
-NAMES = ["float32", "bfloat16", "own", "max", "trainer", "sampler"]
+NAMES = [
+    *("float32", "bfloat16", "own", "max", "drop", "drop_always", "distinct"),
+    *("max_tokens", "max_completion_tokens", "json_schema", "json_object", "none"),
+]
+"""Values of keys and options with a list of allowed texts."""
 COMPONENTS: list[dict[str, Any]] = [
     {"task.name": "polynomial"},
     {"task.name": "multiplication"},

@@ -1,6 +1,7 @@
 """Tests of the program report of a tiny run, compiled for CPUs, and of its tables."""
 
 import json
+import math
 
 import jax
 import pytest
@@ -49,7 +50,7 @@ def test_results_of_every_program(read):
     assert list(report.programs) == ["logprobs", "gradient", "optimizer", "weights for decoding", "decode"]
     for program in report.programs.values():
         assert program["total_seconds"] == pytest.approx(sum(program["seconds"].values()))
-        assert sum(program["largest_costs"].values()) <= program["total_seconds"]
+        assert math.fsum(program["largest_costs"].values()) <= program["total_seconds"] * (1 + 1e-12)  # rounding
         assert program["memory"]["total"] > 0
     # A device has fewer tokens than a chunk of 128, so the programs contain all of its logits at once.
     for name, logits in (("logprobs", ["f32[80,22]"]), ("gradient", ["f32[80,22]"]), ("optimizer", [])):
