@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,9 @@ def tagged(answer: str):
 
 def package_score(name: str, entry: dict, answer: str) -> float:
     """Returns the score of the package in this process. Its scorers raise exceptions for some incorrect answers."""
-    from reasoning_gym.factory import get_score_answer_fn  # pyright: ignore[reportMissingImports]
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, if it is compiled by this import
+        from reasoning_gym.factory import get_score_answer_fn  # pyright: ignore[reportMissingImports]
     try:
         return float(get_score_answer_fn(name)(answer, entry))
     except (ValueError, TypeError):
