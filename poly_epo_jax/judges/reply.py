@@ -18,7 +18,7 @@ THINK_BLOCK = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 CODE_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*)\n[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
 
 MAX_TOKENS = 2**31
-"""Numbers of tokens from this number on are not counted, because no request has so many."""
+"""Numbers of tokens from this number on are not counted, because no request has that many."""
 
 
 class ReplyError(Exception):

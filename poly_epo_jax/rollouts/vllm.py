@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion, WeightSpan
+from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion, WeightSpan, check_accepted
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
@@ -134,9 +134,7 @@ class VLLM:
             seeded = parameters | {"seed": int(request.seeds[index])}
             body = {"token_ids": prompt_ids, "sampling_params": seeded} | salt
             response = await client.post(f"{url}/{GENERATE}", json=body)
-            if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-                reason = f"{response.status_code}: {quote(response.text)}"
-                raise ServerError(f"{url} rejected the prompt of problem {request.problem_id} with {reason}")
+            check_accepted(response, url, request)
             try:
                 completion = parse_response(read_json(response), request)
             except InvalidResponseError as error:

@@ -286,7 +286,7 @@ def test_the_rubric_names_the_entries_of_the_reply(serve: Callable[..., Server],
 
 @pytest.mark.slow
 def test_a_run_trains_with_a_server_that_limits_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every second request is limited, and one prompt of each step is refused."""
+    """Every second request is limited, and the server rejects one prompt of each step."""
     count = itertools.count()
 
     def reply(body: dict[str, Any]) -> httpx.Response | bytes:

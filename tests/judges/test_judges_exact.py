@@ -69,7 +69,7 @@ def test_strategies_never_have_the_degenerate_id_in_large_groups():
 
 
 def test_errors_replace_the_given_fraction_of_the_labels():
-    """Wrong responses are in a random one of N clusters, so 1 - 1 / N of the pairs with a wrong response are apart."""
+    """Responses with an error are in one of N random clusters, so 1 / N of them remain with the others."""
     texts = ["a"] * 400 + [""] * 100
     judge = make_judge(JudgeSection(name="exact", options={"error_rate": 0.3}), FirstWord())
     problems = [Problem(id=str(i), prompt="", answer="") for i in range(20)]

@@ -15,7 +15,7 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
     [
         # Of 6 pairs, 2 and 1 are joined, 1 by both: (1 - 2/6) / (3/2 - 2/6). Entropies log 2, 1.5 log 2, 1.5 log 2.
         ([0, 0, 1, 1], [0, 0, 1, 2], 4 / 7, 4 / 5),
-        # 2 and 2 pairs are joined, 0 by both: (0 - 4/6) / (2 - 4/6). There is no mutual information.
+        # 2 and 2 pairs are joined, 0 by both: (0 - 4/6) / (2 - 4/6). Their mutual information is 0.
         ([0, 0, 1, 1], [0, 1, 0, 1], -1 / 2, 0),
         # Of 15 pairs, 6 and 3, 2 by both: (2 - 18/15) / (9/2 - 18/15). Entropies log 2, log 3, log 3 + log(2) / 3.
         ([0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2], 8 / 33, 4 / 3 * math.log(2) / math.log(6)),

@@ -110,7 +110,7 @@ class ContentCheck:
           name: Name of the weights.
 
         Returns:
-          The servers that do not have the pushed weights, with the reason in a sentence.
+          The servers that do not have the pushed weights, with a one-line reason.
 
         Raises:
           httpx.HTTPError: If a server does not respond.

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 from jaxtyping import Float, Int
 
-from poly_epo_jax.system.http_client import InvalidResponseError
+from poly_epo_jax.system.http_client import InvalidResponseError, ServerError, quote
 from poly_epo_jax.types import FinishReason, Request, Sampling
 
 
@@ -91,6 +91,22 @@ class ServerCompletion(NamedTuple):
         if bounds[::2] != bounds[1::2]:
             return f"its weight versions cover the tokens {bounds[1:-1]}, but it has {bounds[-1]} tokens"
         return ""
+
+
+def check_accepted(response: httpx.Response, url: str, request: Request) -> None:
+    """Verifies that a server has accepted a prompt. Statuses after which a prompt is sent again are accepted.
+
+    Args:
+      response: Response to a generation request.
+      url: URL of the server or router.
+      request: The request.
+
+    Raises:
+      ServerError: If the status is 4xx, except for 408 (timeout) and 429 (too many requests).
+    """
+    if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
+        reason = f"{response.status_code}: {quote(response.text)}"
+        raise ServerError(f"{url} rejected the prompt of problem {request.problem_id} with {reason}")
 
 
 @runtime_checkable
@@ -181,7 +197,7 @@ class Dialect(Protocol):
           client: Client for the HTTP requests.
           url: URL of the server.
           folder: Hugging Face folder with the weights.
-          version: Name of the weights, which the server reports from now on.
+          version: Name of the weights, which the server reports after the call.
         """
         ...
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from poly_epo_jax.config.checks import is_url
-from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion
+from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion, check_accepted
 from poly_epo_jax.rollouts.sglang.responses import parse_responses
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
@@ -92,9 +92,7 @@ class SGLang:
     ) -> list[ServerCompletion | InvalidResponseError]:
         """Generates completions with `/generate`, see `Dialect.generate`."""
         response = await client.post(f"{url}/generate", json=_body(request, indices, sampling, stop_ids))
-        if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-            reason = f"{response.status_code}: {quote(response.text)}"
-            raise ServerError(f"{url} rejected the prompt of problem {request.problem_id} with {reason}")
+        check_accepted(response, url, request)
         return parse_responses(read_json(response), request, len(indices), stop_ids)
 
     async def pause(self, client: httpx.AsyncClient, url: str) -> None:
