@@ -291,4 +291,4 @@ ARCHITECTURES = Registry(
 )
 
 VISION_WRAPPERS = {"gemma3": "gemma3_text"}
-"""Model types of folders that contain a vision model and a language model, with the model type of the language model."""
+"""Model types of folders with a vision model and a language model, with the model type of the language model."""
