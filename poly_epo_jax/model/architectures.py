@@ -292,3 +292,11 @@ ARCHITECTURES = Registry(
 
 VISION_WRAPPERS = {"gemma3": "gemma3_text"}
 """Model types of folders with a vision model and a language model, with the model type of the language model."""
+
+_LINEAR = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+MISSING_FEATURES = {
+    **dict.fromkeys(_LINEAR, "gated linear attention"),
+    **dict.fromkeys(("gemma3n", "gemma4"), "embeddings in each layer"),
+    **{"gpt_oss": "attention sinks", "gemma2": "soft caps", "phi3": "joint projections"},
+}
+"""Feature that known families require and that is not implemented, by their model types."""

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.config.checks import check_of_type
-from poly_epo_jax.model.architectures import ARCHITECTURES, VISION_WRAPPERS, Architecture, Weight
+from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES, VISION_WRAPPERS, Architecture, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import StoredTensor, language_tensors, new_folder, open_tensors, write_tensors
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
@@ -68,7 +68,11 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
     written = {key: value for key, value in content.items() if value is not None}
     family = str(written.get("model_type"))
     if family not in ARCHITECTURES:
-        choices = " or ".join(ARCHITECTURES)
+        choices, names = " or ".join(ARCHITECTURES), content.get("architectures")
+        if family in MISSING_FEATURES:
+            name = names[0] if isinstance(names, list) and names else family
+            feature = MISSING_FEATURES[family]
+            raise ValueError(f"{file}: {name} requires {feature}, which is not supported; choose a {choices} model.")
         raise ValueError(f"{file}: model_type {family!r} is not supported; choose a {choices} model.")
     if "quantization_config" in written:
         raise ValueError(

@@ -10,9 +10,10 @@ import transformers
 from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from poly_epo_jax.model import hf, hf_files
-from poly_epo_jax.model.architectures import ARCHITECTURES
+from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
 from poly_epo_jax.model.rope import Linear, Rope, Yarn
@@ -204,6 +205,15 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; choose a qwen3 or qwen2 or llama or "),
+        (
+            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
+            "Qwen3_5ForConditionalGeneration requires gated linear attention",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]},
+            "Qwen3_5ForCausalLM requires gated linear attention",
+        ),
+        ({"model_type": "gpt_oss", "architectures": None}, "gpt_oss requires attention sinks"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling .*'dynamic'.* is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters .*'longrope'.* is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling does not contain 'factor'; add it"),
@@ -243,6 +253,10 @@ def test_unsupported_models_are_rejected(changes, message, tmp_path):
     write_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         read_model_config(tmp_path)
+
+
+def test_families_with_missing_features_exist_and_are_not_supported():
+    assert MISSING_FEATURES.keys() <= CONFIG_MAPPING.keys() - ARCHITECTURES.keys()
 
 
 def test_missing_folders_and_files_are_rejected(tmp_path):
