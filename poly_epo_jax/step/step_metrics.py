@@ -4,14 +4,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, incorrect_clusters
+from poly_epo_jax.metrics.repetition import ends_in_loop
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, judge_failures
 from poly_epo_jax.system.json_files import Row
-from poly_epo_jax.types import GradedGroup, Metrics
+from poly_epo_jax.types import Generation, GradedGroup, Metrics
 
 
 def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
@@ -32,12 +33,19 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
         "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
+        "response/looped": float(np.mean([ends_in_loop(_last_turn(generation)) for generation in generations])),
         # Number of steps by which the sampling weights were older than the policy that is trained.
         "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),
         "judge/failed_prompts": float(failures.total()),
     }
     failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
     return rollouts | failed | cluster_metrics(clustered(groups), set_size)
+
+
+def _last_turn(generation: Generation) -> Int[np.ndarray, " T"]:
+    """Returns the tokens of the policy's last turn, without the stop token."""
+    start = max(np.flatnonzero(~generation.loss_mask), default=-1) + 1
+    return generation.token_ids[start : -1 if generation.finish_reason == "stop" else None]
 
 
 def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
@@ -85,10 +93,11 @@ def logged_generations(
     Args:
       groups: Graded groups of all prompts of the step.
       usable: Graded groups that take part in the update. Their clusterings are not logged.
-      advantages: Advantages [P, N] of these P groups.
+      advantages: Advantages [P, N] of these P groups. NaN for generations that are left out.
 
     Returns:
-      A row for each generation of `groups`. The advantage is None if the group takes no part in the update.
+      A row for each generation of `groups`. The advantage is None if the group takes no part in the update. NaN is
+      written as null.
     """
     advantages_of = dict(zip([graded.group for graded in usable], advantages.tolist(), strict=True))
     rows = []
