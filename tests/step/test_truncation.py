@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import PROBLEMS, RandomLetters
-from tiny_training import train_tiny
+from tiny_training import tiny_config, tiny_update, train_tiny
 
 from configs import polaris
 from poly_epo_jax import set_rl
@@ -252,18 +252,19 @@ class Truncating(RandomLetters):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["mask", "penalize"])
-def test_a_run_records_the_advantages_that_it_trains_with(tmp_path: Path, mode: str):
-    changes = {"algo.truncated": mode, "eval.every": 0, "train.num_steps": 1}
-    train_tiny(tmp_path, sampler=Truncating(), changes=changes)
-    (row,) = read_rows(tmp_path / METRICS)
-    rows = read_rows(tmp_path / GENERATIONS)
-    is_truncated = np.array([one["response"] == "d" for one in rows])
-    assert 0 < is_truncated.sum() < len(rows) and row["response/truncated"] == pytest.approx(is_truncated.mean())
-    if mode == "mask":
-        assert row["response/masked"] == is_truncated.sum()
-        assert [one["advantage"] is None for one in rows] == is_truncated.tolist()
-    else:
-        sums = np.array([one["advantage"] for one in rows]).reshape(-1, 8).sum(axis=1)
-        np.testing.assert_allclose(sums, 0, atol=1e-6)
-        assert row["response/penalty"] > 0
+def test_a_run_records_the_advantages_that_it_trains_with(tmp_path: Path):
+    changes = {"eval.every": 0, "train.num_steps": 1}
+    update = tiny_update(tiny_config(**changes))
+    for mode in ("mask", "penalize"):
+        train_tiny(tmp_path / mode, sampler=Truncating(), update=update, changes={**changes, "algo.truncated": mode})
+        (row,) = read_rows(tmp_path / mode / METRICS)
+        rows = read_rows(tmp_path / mode / GENERATIONS)
+        is_truncated = np.array([one["response"] == "d" for one in rows])
+        assert 0 < is_truncated.sum() < len(rows) and row["response/truncated"] == pytest.approx(is_truncated.mean())
+        if mode == "mask":
+            assert row["response/masked"] == is_truncated.sum()
+            assert [one["advantage"] is None for one in rows] == is_truncated.tolist()
+        else:
+            sums = np.array([one["advantage"] for one in rows]).reshape(-1, 8).sum(axis=1)
+            np.testing.assert_allclose(sums, 0, atol=1e-6)
+            assert row["response/penalty"] > 0
