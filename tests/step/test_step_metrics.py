@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from poly_epo_jax.metrics.repetition import MIN_REPETITIONS, MIN_TOKENS, ends_in_loop
+from poly_epo_jax.step.step_metrics import MIN_LOOP_REPETITIONS, MIN_LOOP_TOKENS, ends_in_loop, step_metrics
+from poly_epo_jax.types import Generation, GradedGroup, Group, Problem
 
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 1000, 4096).astype(np.int32)
@@ -11,7 +12,7 @@ TEXT = RNG.integers(0, 1000, 4096).astype(np.int32)
 
 def has_periodic_end(tokens: list[int]) -> bool:
     for period in range(1, len(tokens) + 1):
-        length = max(MIN_TOKENS, MIN_REPETITIONS * period)
+        length = max(MIN_LOOP_TOKENS, MIN_LOOP_REPETITIONS * period)
         if length <= len(tokens) and all(tokens[i] == tokens[i - period] for i in range(-1, period - length - 1, -1)):
             return True
     return False
@@ -20,6 +21,19 @@ def has_periodic_end(tokens: list[int]) -> bool:
 def loop(before: int, period: int, tokens: int) -> np.ndarray:
     """Returns `before` random tokens and then `tokens` tokens of a loop."""
     return np.concatenate([TEXT[:before], np.resize(TEXT[-period:], tokens)])
+
+
+def test_only_the_last_turn_without_its_stop_token_can_be_a_loop():
+    """With the stop token, the period of the loop would be interrupted. Replies and earlier turns are not counted."""
+    ids = np.append(np.full(64, 5, np.int32), np.int32(1))
+    group = Group(Problem("p", "", ""), ids[:1], tuple(_generation(ids, mask) for mask in (0, 1, 30)))
+    graded = GradedGroup(group, np.zeros(3, np.float32), np.zeros(3, bool), None)
+    assert step_metrics([graded], 1, 2)["response/looped"] == pytest.approx(1 / 3)
+
+
+def _generation(ids: np.ndarray, reply: int) -> Generation:
+    mask = np.arange(len(ids)) >= reply
+    return Generation(ids, np.zeros(len(ids), np.float32), mask, ("",), "stop", 0)
 
 
 @pytest.mark.parametrize(("period", "tokens"), [(1, 64), (3, 64), (16, 64), (17, 68), (1000, 4000), (500, 2300)])
