@@ -1,6 +1,6 @@
 """The main experiment of the paper: Qwen3-4B-Base on POLARIS-53K, with Qwen3-4B-Instruct as judge, on 4 x H200.
 
-python -m poly_epo_jax.main --config=configs/polaris.py    (or :grpo, :grpo_div, :h200x8, :grpo,matched, :grpo,authors)
+python -m poly_epo_jax.main --config=configs/polaris.py    (or :grpo, :dapo, :h200x8, :grpo,matched, :grpo,authors)
 
 Requires running servers for the policy and the judge. `bash launch/node.sh` starts them and this command on one node,
 and documents the use of each GPU. 850 steps of 1,024 responses are two epochs. docs/explanation/paper_and_code.md lists
@@ -43,7 +43,8 @@ COMPARISONS: dict[str, dict[str, dict[str, Any]]] = {
         "poly_epo": {**AUTHORS, "algo.clip_high": 0.28},
         "grpo": {**AUTHORS, "algo.clip_high": 0.20},
     },
-    "matched": dict.fromkeys(METHOD_PRESETS, MATCHED),
+    # The advantages of DAPO are those of GRPO, so its matched form would be grpo.
+    "matched": {method: MATCHED for method in METHOD_PRESETS if method != "dapo"},
 }
 """Keys that a comparison changes, by the names of the comparison and of the method.
 
@@ -58,10 +59,13 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     method, _, comparison = default.parse_config_string(config_string, comparison=COMPARISONS)
     changes = COMPARISONS[comparison].get(method) if comparison else {}
     if changes is None:
+        reason = {
+            "authors": f"the authors' published files do not contain both the estimator and a script of {method}",
+            "matched": f"the advantages of {method} are those of grpo",
+        }[comparison]
         raise ValueError(
-            f"':{config_string}' is not available, because the authors' published files do not contain both the "
-            f"estimator and a script of {method}; choose {' or '.join(COMPARISONS[comparison])}, or the comparison "
-            "matched."
+            f"':{config_string}' is not available, because {reason}; choose "
+            f"{' or '.join(COMPARISONS[comparison])}, or another comparison."
         )
     config.workdir = "-".join(filter(None, ("runs/polaris", comparison, method)))
 

@@ -180,8 +180,11 @@ def configuration() -> str:
                     selector = REGISTRY_KEYS[key]
                     rows = table((code(selector), "option", "type", "default", "allowed values"), option_rows(key))
                     parts += [f"Options of {code(selector)}, set with {code(f'--config.{key}.OPTION=VALUE')}:", rows]
-    keys = next(iter(METHOD_PRESETS.values()))
-    rows = [(code(f":{name}"), *(code(preset[key]) for key in keys)) for name, preset in METHOD_PRESETS.items()]
+    keys = list(dict.fromkeys(key for preset in METHOD_PRESETS.values() for key in preset))
+    rows = [
+        (code(f":{name}"), *(code({**config.algo, **preset}[key]) for key in keys))
+        for name, preset in METHOD_PRESETS.items()
+    ]
     parts += ["## Methods", table(("name", *(code(f"algo.{key}") for key in keys)), rows)]
     parts.append("[Methods](methods.md) describes these and all other values of `algo.advantages`.")
     keys = next(iter(MESHES.values()))

@@ -58,6 +58,7 @@ from poly_epo_jax.step.advantages import make_advantages, make_estimator, method
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.step.packing import make_pack
+from poly_epo_jax.step.truncation import make_truncation
 from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import StopSignal, run_in_loop
@@ -132,6 +133,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     trainer = Trainer(
         experience=_experience(config, rollouts, prepared, batches, timeline, stop),
         advantages=make_advantages(config.algo, config.seed),
+        truncation=make_truncation(config),
         packer=_packer(config, prepared.model_config, mesh),
         update=update,
         timeline=timeline,

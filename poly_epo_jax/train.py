@@ -21,6 +21,7 @@ from poly_epo_jax.step.advantages import Features, batch_features
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError, check_finite
 from poly_epo_jax.step.step_metrics import logged_generations, solved_problems, step_metrics
+from poly_epo_jax.step.truncation import Truncation
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
 from poly_epo_jax.system.signals import Stopped
 from poly_epo_jax.types import Metrics, Params
@@ -49,7 +50,7 @@ class StepResult:
 
     Attributes:
       batch: Graded groups of the step.
-      advantages: Advantages [P, N] of the P groups in `batch.usable`.
+      advantages: Advantages [P, N] of the P groups in `batch.usable`. NaN for generations that are left out.
       metrics: Metrics of the batch and of the update.
     """
 
@@ -65,6 +66,7 @@ class Trainer:
     Attributes:
       experience: Produces the batch of each step.
       advantages: Function (step, features) -> advantages [P, N]; see step/advantages.py.
+      truncation: Leaves out or penalizes truncated responses.
       packer: Packs generations and advantages into minibatches.
       update: Updates the policy.
       timeline: Records the time that each stage takes.
@@ -77,6 +79,7 @@ class Trainer:
 
     experience: Experience
     advantages: Callable[[int, Features], Float[np.ndarray, "P N"]]
+    truncation: Truncation
     packer: MinibatchPacker
     update: PolicyUpdate
     timeline: Timeline
@@ -100,10 +103,11 @@ class Trainer:
                 advantages = self.advantages(step, batch_features(batch.usable))
             else:  # the judge failed on every prompt: all minibatches are empty
                 advantages = np.zeros((0, self.experience.num_generations), np.float32)
+            advantages, truncation_metrics = self.truncation(batch.usable, advantages)
         with stage("logprobs"):
             minibatches = await asyncio.to_thread(self.packer, batch.usable, advantages)
             minibatches = await _compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
-        metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts
+        metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts | truncation_metrics
         assert self.progress is not None
         solved_in_batch = solved_problems(batch.graded, self.positions)
         solved = self.progress.solved | solved_in_batch

@@ -95,7 +95,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([""], ["--config is missing", "configs/polynomial.py"]),
         (
             [FILE + ":poly_eop"],
-            ["Unknown name ':poly_eop'", "a method (poly_epo, grpo, grpo_div, max_rl), a mesh (laptop, "],
+            ["Unknown name ':poly_eop'", "a method (poly_epo, grpo, grpo_div, max_rl, dapo), a mesh (laptop, "],
         ),
         (
             ["--config=configs/polynomail.py"],

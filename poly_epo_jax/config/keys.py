@@ -183,11 +183,29 @@ class AlgoSection(Section, name="algo"):
     clip_high: float = key(
         0.28, "upper clip range: probability ratios are clipped to at most 1 + clip_high", Range(0, 1000)
     )
-    # own gives every response the same total weight (GRPO). max gives every token the same weight (Poly-EPO).
+    # own gives every response the same total weight (GRPO). max gives every token the same weight (Poly-EPO). token
+    # also does, but the total weight of an update is 1 (DAPO).
     length_normalization: str = key(
         "max",
-        "divisor T_i of token losses: own (tokens of response i) or max (sampling.max_tokens)",
-        one_of("own", "max"),
+        "divisor T_i of token losses: own (tokens of response i), max (sampling.max_tokens) or token (mean number of "
+        "tokens of the update's responses)",
+        one_of("own", "max", "token"),
+    )
+    truncated: str = key(
+        "train",
+        "use of responses that the limit sampling.max_tokens ends (train = as other responses, mask = left out of the "
+        "update, penalize = a penalty for long responses is subtracted from the advantages of the estimator)",
+        one_of("train", "mask", "penalize"),
+    )
+    overlong_tokens: int = key(
+        0,
+        "number of tokens before sampling.max_tokens over which the penalty of algo.truncated=penalize grows "
+        "(0 = a fifth of sampling.max_tokens, as in DAPO)",
+        Range(1, 2**24, special=0),
+    )
+    # DAPO's maximum penalty is 1, half of the difference between its rewards, -1 and 1.
+    overlong_penalty: float = key(
+        0.5, "maximum penalty of algo.truncated=penalize, the penalty of a truncated response", Range(0, 1000)
     )
     importance_cap: float = key(
         0.0,

@@ -1,5 +1,7 @@
 """Methods that can be selected by name, after the name of the configuration file: --config=configs/polaris.py:grpo"""
 
+from typing import Any
+
 METHODS = {
     "poly_epo": {"advantages": "marginal_set", "length_normalization": "max"},
     "grpo": {"advantages": "grpo", "length_normalization": "own"},
@@ -11,5 +13,14 @@ With length_normalization="max", the token losses of every response are divided 
 are divided by the number of tokens of the response.
 """
 
-METHOD_PRESETS = {**METHODS, "max_rl": {"advantages": "max_rl", "length_normalization": "own"}}
-"""Methods that can be selected by name: the methods of the paper, and a baseline of the studies."""
+METHOD_PRESETS: dict[str, dict[str, Any]] = {
+    **METHODS,
+    "max_rl": {"advantages": "max_rl", "length_normalization": "own"},
+    "dapo": {"advantages": "grpo", "length_normalization": "token", "clip_high": 0.28, "truncated": "penalize"},
+}
+"""Methods that can be selected by name: the methods of the paper, a baseline of the studies, and DAPO.
+
+dapo has the upper clip range, the mean over tokens and the overlong penalty of DAPO (arXiv 2503.14476). It does not
+contain DAPO's dynamic sampling, which replaces prompts without a signal, nor its division of advantages by a standard
+deviation.
+"""

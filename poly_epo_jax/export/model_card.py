@@ -100,6 +100,7 @@ def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         "sets": f"n = {algo['set_size']} of N = {train['num_generations']}, K = {algo['num_sets'] or 'all'}",
         "loss": f"{algo['loss']}, clip {algo['clip_low']:g} and {algo['clip_high']:g}, KL {algo['kl_coef']:g}, "
         f"entropy {algo['entropy_coef']:g}, length normalization {algo['length_normalization']}",
+        "truncated responses": algo["truncated"],
         "optimizer": f"AdamW, learning rate {optimizer['learning_rate']:g} ({optimizer['schedule']}), maximum "
         f"gradient norm {optimizer['max_grad_norm']:g}, {train['prompts_per_minibatch']} prompts per update",
         "lengths": f"prompts up to {train['max_prompt_tokens']} tokens, responses up to {sampling['max_tokens']}",

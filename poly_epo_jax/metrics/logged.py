@@ -113,6 +113,22 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             drawn=True,
             unit_axis=True,
         ),
+        "response/looped": LoggedMetric(
+            "Responses that end in a loop",
+            "Fraction of generations whose last 64 or more tokens repeat one sequence of tokens at least four times.",
+            "An increase: read the ends of these responses in generations.jsonl. If `algo.truncated` is mask, "
+            "truncated loops are not trained on, so nothing makes them less likely.",
+            drawn=True,
+            unit_axis=True,
+        ),
+        "response/masked": LoggedMetric(
+            "Masked truncated responses", "Number of truncated responses that algo.truncated=mask leaves out."
+        ),
+        "response/penalty": LoggedMetric(
+            "Overlong penalty",
+            "Mean penalty of algo.truncated=penalize over the generations of the update, before it is centered over "
+            "each prompt's generations.",
+        ),
         "response/staleness": LoggedMetric(
             "Staleness of responses",
             "Mean number of training steps by which the sampling weights were older than the policy before the update.",

@@ -70,7 +70,7 @@ LOGGED_GENERATION: Columns = {
     "step": int,
     # Index among the step's prompts with this problem, from 0: a batch across two epochs may contain a problem twice.
     "occurrence": int,
-    "advantage": int | float | None,  # null if the prompt took no part in the update
+    "advantage": int | float | None,  # null if the generation took no part in the update
 }
 """Columns of a run's generations.jsonl. Step, problem, occurrence and generation together identify a row."""
 

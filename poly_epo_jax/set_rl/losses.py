@@ -261,26 +261,31 @@ def token_weights(lengths: Scalars, length_normalization: str, max_length: int) 
 
     With "own" (GRPO), T_i is the length |y_i| of the response. All responses then have the same total weight, so a
     token of a long response has a smaller weight than a token of a short one. With "max" (Poly-EPO), T_i is
-    `max_length`. All tokens then have the same weight, so long responses have a larger total weight.
+    `max_length`. All tokens then have the same weight, so long responses have a larger total weight. With "token"
+    (DAPO), T_i is the mean length, so J is the mean over all response tokens: each weight is 1 / sum_j |y_j|. The total
+    weight is then 1 regardless of the lengths.
 
     Args:
-      lengths: Number of response tokens |y_i| of each generation.
-      length_normalization: "own" or "max".
+      lengths: Number of response tokens |y_i| of each generation. 0 for responses that are not trained on, which still
+        count in P N.
+      length_normalization: "own", "max" or "token".
       max_length: Maximum length of a response, in tokens.
 
     Returns:
       Weight of each token of a generation, [P, N].
 
     Raises:
-      ValueError: If `length_normalization` is neither "own" nor "max", or `lengths` is invalid (see `as_features`).
+      ValueError: If `length_normalization` is unknown, or `lengths` is invalid (see `as_features`).
     """
     (lengths,) = as_features(lengths=lengths)
     if length_normalization == "own":
         divisors = jnp.maximum(lengths, 1)
     elif length_normalization == "max":
         divisors = jnp.full(lengths.shape, max_length)
+    elif length_normalization == "token":
+        divisors = jnp.full(lengths.shape, jnp.maximum(lengths.sum(), 1) / lengths.size)
     else:
-        raise ValueError(f'length_normalization is "{length_normalization}", but must be "own" or "max".')
+        raise ValueError(f'length_normalization is "{length_normalization}", but must be "own", "max" or "token".')
     return 1 / (float(lengths.size) * divisors)  # int32 would overflow at 2^31 tokens
 
 

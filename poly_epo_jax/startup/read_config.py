@@ -248,6 +248,11 @@ def _check_training(config: Config) -> None:
             f"train.row_tokens={train.row_tokens} must be at least train.max_prompt_tokens + sampling.max_tokens = "
             f"{max_tokens} tokens."
         )
+    if algo.truncated == "penalize" and algo.overlong_tokens > config.sampling.max_tokens:
+        raise ConfigError(
+            f"algo.overlong_tokens={algo.overlong_tokens} must be at most "
+            f"sampling.max_tokens={config.sampling.max_tokens}; lower it, or set it to 0."
+        )
     estimator = make_estimator(algo)
     if train.num_generations < estimator.min_generations:
         raise ConfigError(

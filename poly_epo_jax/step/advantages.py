@@ -64,8 +64,9 @@ def _focal(estimator: Estimator, gamma: float) -> Estimator:
 
 
 def method_title(algo: AlgoSection) -> str:
-    """Returns the name of the method in reports."""
-    return make_estimator(algo).title
+    """Returns the name of the method in reports: that of the estimator and, if set, the use of truncated responses."""
+    truncated = {"train": "", "mask": ", truncated masked", "penalize": ", overlong penalty"}
+    return make_estimator(algo).title + truncated[algo.truncated]
 
 
 def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], np.ndarray]:

@@ -1,6 +1,7 @@
 """Packs the generations of a batch and their advantages into minibatches.
 
-The loss of a minibatch is a mean over the prompts of this minibatch.
+The loss of a minibatch is a mean over the prompts or, with `length_normalization="token"`, over the tokens of this
+minibatch. Its weights are computed before packing, so the mean does not depend on microbatches, rows or devices.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ class MinibatchPacker:
       pack: Packs sequences into microbatches, see `packing.make_pack`.
       length_normalization: Divisor of the sum over a response's tokens. "own" divides by the length of the response, so
         that all responses have the same weight. "max" divides by `max_tokens`, so that all tokens have the same weight.
+        "token" divides by the mean length of the minibatch's responses, so that the loss is a mean over its tokens.
       max_tokens: Maximum number of response tokens.
       max_sequence_tokens: Maximum number of tokens of a prompt and its response. If 0, only the row length limits it.
       skip_zero_advantage: Whether sequences with advantage 0 contribute nothing to the gradient, so that their
@@ -44,11 +46,12 @@ class MinibatchPacker:
 
         Args:
           graded: Graded groups. There may be fewer groups than prompts in a batch, if the judge failed on some.
-          advantages: Advantages [P, N] of their generations.
+          advantages: Advantages [P, N] of their generations. NaN for generations that are left out, see `Truncation`.
+            They count in the means over prompts and generations, but their tokens do not count.
 
         Returns:
           The microbatches of each minibatch. With fewer groups than minibatches, each group forms its own minibatch,
-          and the last minibatches are empty.
+          and the last minibatches are empty. Minibatches whose generations are all left out are also empty.
 
         Raises:
           ValueError: If a sequence is longer than `max_sequence_tokens` or a row.
@@ -61,13 +64,15 @@ class MinibatchPacker:
             return []
         groups = [graded_group.group for graded_group in graded]
         lengths = np.array([[y.loss_mask.sum() for y in group.generations] for group in groups])
+        lengths[np.isnan(advantages)] = 0
         weights = set_rl.token_weights(lengths, self.length_normalization, self.max_tokens)
         sequences = [
             TrainingSequence(group.prompt_ids, y.token_ids, y.logprobs, y.loss_mask, float(advantage), float(weight))
             for group, *rows in zip(groups, advantages, np.asarray(weights), strict=True)
             for y, advantage, weight in zip(group.generations, *rows, strict=True)
+            if not np.isnan(advantage)
         ]
-        found = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+        found = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
         if self.max_sequence_tokens and found > self.max_sequence_tokens:
             raise ValueError(
                 f"A sequence has {found} tokens, but train.max_prompt_tokens + sampling.max_tokens = "

@@ -4,14 +4,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, incorrect_clusters
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, judge_failures
 from poly_epo_jax.system.json_files import Row
-from poly_epo_jax.types import GradedGroup, Metrics
+from poly_epo_jax.types import Generation, GradedGroup, Metrics
+
+MIN_LOOP_REPETITIONS = 4
+"""Minimum number of times that the last tokens of a loop are repeated."""
+MIN_LOOP_TOKENS = 64
+"""Minimum number of tokens of a loop, which excludes short repetitions such as a row of digits."""
+_PROBE = 16  # number of tokens that are compared at all positions at once; less than any loop without its first period
 
 
 def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Metrics:
@@ -32,12 +38,40 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
         "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
+        "response/looped": float(np.mean([ends_in_loop(_last_turn(generation)) for generation in generations])),
         # Number of steps by which the sampling weights were older than the policy that is trained.
         "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),
         "judge/failed_prompts": float(failures.total()),
     }
     failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
     return rollouts | failed | cluster_metrics(clustered(groups), set_size)
+
+
+def ends_in_loop(token_ids: Int[np.ndarray, " T"]) -> bool:
+    """Returns True if the tokens end with a sequence that is repeated, without interruption, until the end.
+
+    The sequence has any length p and occurs at least MIN_LOOP_REPETITIONS times, the first time possibly in part, in at
+    least MIN_LOOP_TOKENS tokens. Loops in which a token changes, such as a counter, are not found.
+
+    Args:
+      token_ids: Tokens of a response, without its stop token.
+    """
+    reverse = token_ids[::-1]
+    max_period = len(reverse) // MIN_LOOP_REPETITIONS
+    if len(reverse) < MIN_LOOP_TOKENS:
+        return False
+    windows = np.lib.stride_tricks.sliding_window_view(reverse[1 : max_period + _PROBE], _PROBE)
+    for period in (np.flatnonzero((windows == reverse[:_PROBE]).all(axis=1)) + 1).tolist():
+        length = max(MIN_LOOP_TOKENS, MIN_LOOP_REPETITIONS * period)
+        if np.array_equal(reverse[period:length], reverse[: length - period]):
+            return True
+    return False
+
+
+def _last_turn(generation: Generation) -> Int[np.ndarray, " T"]:
+    """Returns the tokens of the policy's last turn, without the stop token."""
+    start = max(np.flatnonzero(~generation.loss_mask), default=-1) + 1
+    return generation.token_ids[start : -1 if generation.finish_reason == "stop" else None]
 
 
 def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
@@ -85,10 +119,11 @@ def logged_generations(
     Args:
       groups: Graded groups of all prompts of the step.
       usable: Graded groups that take part in the update. Their clusterings are not logged.
-      advantages: Advantages [P, N] of these P groups.
+      advantages: Advantages [P, N] of these P groups. NaN for generations that are left out.
 
     Returns:
-      A row for each generation of `groups`. The advantage is None if the group takes no part in the update.
+      A row for each generation of `groups`. The advantage is None if the group takes no part in the update. NaN is
+      written as null.
     """
     advantages_of = dict(zip([graded.group for graded in usable], advantages.tolist(), strict=True))
     rows = []

@@ -86,7 +86,12 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
             {"algo.advantages": "poly_epo"},
             ["algo.advantages='poly_epo'", "grpo, grpo_div, marginal_set, max_rl, passk"],
         ),
-        ({"algo.length_normalization": "mean"}, ["algo.length_normalization='mean'", "max, own"]),
+        ({"algo.length_normalization": "mean"}, ["algo.length_normalization='mean'", "max, own, token"]),
+        ({"algo.truncated": "drop"}, ["algo.truncated='drop'", "mask, penalize, train"]),
+        (
+            {"algo.truncated": "penalize", "algo.overlong_tokens": 15},
+            ["algo.overlong_tokens=15", "sampling.max_tokens=14", "lower it"],
+        ),
         ({"optimizer.schedule": "step"}, ["optimizer.schedule='step'", "constant, cosine, linear"]),
         ({"model.dtype": "float16"}, ["model.dtype='float16'", "bfloat16, float32"]),
         ({"model.attention": "flash"}, ["model.attention='flash'", "auto"]),

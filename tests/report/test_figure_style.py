@@ -38,15 +38,15 @@ def test_a_method_has_one_color_in_all_reports():
     pages = (
         ["polynomial-poly_epo", "polynomial-grpo"],
         ["base", "grpo", "poly_epo"],
-        ["mine", "grpo_div", "grpo", "max_rl", "poly_epo"],
+        ["mine", "grpo_div", "grpo", "max_rl", "poly_epo", "dapo"],
     )
     colors: dict[str, set[str]] = {}
     for labels in pages:
         for label, style in figures.styles(labels).items():
             colors.setdefault(label.rpartition("-")[2], set()).add(style["color"])
-            assert style["linestyle"] == "-" or label in ("mine", "max_rl", "base")
+            assert style["linestyle"] == "-" or label in ("mine", "max_rl", "dapo", "base")
     assert all(len(found) == 1 for found in colors.values())
-    known = [colors[name] for name in ("poly_epo", "grpo", "grpo_div", "max_rl", "base")]
+    known = [colors[name] for name in ("poly_epo", "grpo", "grpo_div", "max_rl", "dapo", "base")]
     assert all(not first & second for first, second in itertools.combinations(known, 2))
 
 

@@ -162,11 +162,16 @@ def test_zero_advantage_sequences_have_no_effect_on_some_losses(name):
     assert has_no_effect == (name in ZERO_GRADIENT_AT_ZERO_ADVANTAGE)
 
 
-@pytest.mark.parametrize(("length_normalization", "T"), [("own", [[3, 1], [2, 4]]), ("max", [[8, 8], [8, 8]])])
+@pytest.mark.parametrize(
+    ("length_normalization", "T"),
+    [("own", [[3, 1], [2, 4]]), ("max", [[8, 8], [8, 8]]), ("token", [[2.5, 2.5], [2.5, 2.5]])],
+)
 def test_token_weights_give_the_objective_of_the_paper(length_normalization, T):
     lengths = np.array([[3, 1], [2, 4]])
     weights = token_weights(lengths, length_normalization, max_length=8)
     np.testing.assert_allclose(weights, 1 / (2 * 2 * np.array(T)), rtol=1e-6)
+    if length_normalization == "token":
+        np.testing.assert_allclose(weights, 1 / lengths.sum(), rtol=1e-6)
 
     # J = mean over prompts of (1/N) sum_i (1/T_i) sum_t term, computed by loops over responses of different lengths.
     rng = np.random.default_rng(1)

@@ -111,6 +111,8 @@ def test_the_authors_comparison_sends_the_request_of_the_authors_code(monkeypatc
     ("names", "message"),
     [
         ("grpo_div,authors", r"':grpo_div,authors'.* estimator and a script of grpo_div; choose poly_epo or grpo"),
+        ("dapo,matched", r"':dapo,matched'.* advantages of dapo are those of grpo; choose poly_epo or grpo or "),
+        ("dapo,authors", r"':dapo,authors'.* script of dapo; choose poly_epo or grpo, "),
         ("matched,authors", r"':matched,authors'.* more than one comparison, matched and authors"),
         ("author", r"':author'.* a method \(poly_epo, .* a mesh \(laptop, .* a comparison \(authors, matched\)"),
     ],

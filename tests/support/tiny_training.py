@@ -26,6 +26,7 @@ from poly_epo_jax.step.advantages import Features, make_advantages, make_estimat
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
+from poly_epo_jax.step.truncation import Truncation
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
@@ -105,6 +106,7 @@ def train_tiny(
             stop=stop,
         ),
         advantages=advantages or make_advantages(algo, seed=0),
+        truncation=Truncation(algo.truncated, max_tokens=2, coef=algo.overlong_penalty),
         packer=MinibatchPacker(2, partial(pack, row_tokens=8, rows_per_microbatch=4), "max", max_tokens=2),
         update=update,
         timeline=timeline,

@@ -1,0 +1,61 @@
+"""The detection of loops, compared with a search over all periods."""
+
+import numpy as np
+import pytest
+
+from poly_epo_jax.step.step_metrics import MIN_LOOP_REPETITIONS, MIN_LOOP_TOKENS, ends_in_loop, step_metrics
+from poly_epo_jax.types import Generation, GradedGroup, Group, Problem
+
+RNG = np.random.default_rng(0)
+TEXT = RNG.integers(0, 1000, 4096).astype(np.int32)
+
+
+def has_periodic_end(tokens: list[int]) -> bool:
+    for period in range(1, len(tokens) + 1):
+        length = max(MIN_LOOP_TOKENS, MIN_LOOP_REPETITIONS * period)
+        if length <= len(tokens) and all(tokens[i] == tokens[i - period] for i in range(-1, period - length - 1, -1)):
+            return True
+    return False
+
+
+def loop(before: int, period: int, tokens: int) -> np.ndarray:
+    """Returns `before` random tokens and then `tokens` tokens of a loop."""
+    return np.concatenate([TEXT[:before], np.resize(TEXT[-period:], tokens)])
+
+
+def test_only_the_last_turn_without_its_stop_token_can_be_a_loop():
+    """With the stop token, the period of the loop would be interrupted. Replies and earlier turns are not counted."""
+    ids = np.append(np.full(64, 5, np.int32), np.int32(1))
+    group = Group(Problem("p", "", ""), ids[:1], tuple(_generation(ids, mask) for mask in (0, 1, 30)))
+    graded = GradedGroup(group, np.zeros(3, np.float32), np.zeros(3, bool), None)
+    assert step_metrics([graded], 1, 2)["response/looped"] == pytest.approx(1 / 3)
+
+
+def _generation(ids: np.ndarray, reply: int) -> Generation:
+    mask = np.arange(len(ids)) >= reply
+    return Generation(ids, np.zeros(len(ids), np.float32), mask, ("",), "stop", 0)
+
+
+@pytest.mark.parametrize(("period", "tokens"), [(1, 64), (3, 64), (16, 64), (17, 68), (1000, 4000), (500, 2300)])
+def test_a_loop_needs_its_minimum_length(period: int, tokens: int):
+    assert ends_in_loop(loop(100, period, tokens)) and ends_in_loop(loop(0, period, tokens))
+    assert not ends_in_loop(loop(100, period, tokens - 1 - 300 * (period == 500)))
+    assert not ends_in_loop(np.append(loop(100, period, tokens), np.int32(1001)))
+
+
+def test_text_without_a_loop_at_the_end():
+    assert not ends_in_loop(TEXT)
+    assert not ends_in_loop(np.append(loop(0, 2, 200), TEXT[:70]))
+    for length in (0, 1, 15, 63):
+        assert not ends_in_loop(np.zeros(length, np.int32))
+
+
+def test_all_periods_are_searched():
+    found = []
+    for _ in range(300):
+        alphabet, length = RNG.integers(1, 4), RNG.integers(0, 150)
+        period, looped = RNG.integers(1, 40), RNG.integers(0, 150)
+        tokens = np.concatenate([RNG.integers(0, alphabet, length), np.resize(RNG.integers(0, 3, period), looped)])
+        found.append(ends_in_loop(tokens))
+        assert found[-1] == has_periodic_end(tokens.tolist())
+    assert 60 < sum(found) < 240
