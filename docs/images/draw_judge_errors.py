@@ -14,8 +14,9 @@ from jaxtyping import Float
 
 from poly_epo_jax.metrics.diversity import distinct_clusters
 from poly_epo_jax.metrics.intervals import mean_interval
-from poly_epo_jax.records.run_folder import GENERATIONS, read_rows
+from poly_epo_jax.records.run_folder import GENERATION, GENERATIONS
 from poly_epo_jax.report.figures import panels
+from poly_epo_jax.system.json_files import read_rows
 
 STUDY = Path("runs/study-judge_errors/evaluation/polynomial")
 RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -24,7 +25,7 @@ COLORS = {"Poly-EPO": "#0072B2", "GRPO": "#D55E00"}
 
 def measured(label: str) -> tuple[float, float]:
     """Returns the mean reward of a run, and its expected number of distinct correct answers among 8 generations."""
-    rows = read_rows(STUDY / label / GENERATIONS)
+    rows = read_rows(STUDY / label / GENERATIONS, GENERATION)
     problems = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["problem"])]
     answers = np.array([[row["answer"] for row in group] for group in problems])
     correct = np.array([[row["correct"] for row in group] for group in problems])
@@ -53,11 +54,10 @@ if __name__ == "__main__":
             )
             panel.axhline(grpo[:, column].mean(), color=COLORS["GRPO"], linewidth=2)
             panel.axhspan(grpo[:, column].min(), grpo[:, column].max(), color=COLORS["GRPO"], alpha=0.2, linewidth=0)
-            panel.set(title=title, xlabel="error rate of the judge", ylim=(0, 8.2 if column else 1.05))
-            panel.text(
-                0.02, values[0].mean() - (1.0 if column else 0.12), "Poly-EPO", color=COLORS["Poly-EPO"], weight="bold"
-            )
-            panel.text(
-                0.38, grpo[:, column].mean() - (0.9 if column else 0.1), "GRPO", color=COLORS["GRPO"], weight="bold"
-            )
+            panel.set(title=title, xlabel="error rate of the judge", ylim=(0.85, 1.02) if column == 0 else (0, 8.2))
+            places = {"Poly-EPO": values[0].mean(), "GRPO": grpo[:, column].mean()}
+            for (name, place), offset in zip(
+                places.items(), (-0.02, 0.007) if column == 0 else (-0.8, 0.3), strict=True
+            ):
+                panel.text(0.02, place + offset, name, color=COLORS[name], weight="bold")
         figure.savefig(Path(__file__).with_name("judge_errors.png"), facecolor="white")
