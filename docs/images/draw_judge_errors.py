@@ -19,6 +19,8 @@ from poly_epo_jax.report.figures import panels
 from poly_epo_jax.system.json_files import read_rows
 
 STUDY = Path("runs/study-judge_errors/evaluation/polynomial")
+SEEDS = [seed for seed in range(5) if (STUDY / f"polynomial-grpo-lr0.0005-seed{seed}" / GENERATIONS).exists()]
+"""Seeds whose runs are finished. GRPO is the last run of a seed."""
 RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 COLORS = {"Poly-EPO": "#0072B2", "GRPO": "#D55E00"}
 
@@ -34,13 +36,14 @@ def measured(label: str) -> tuple[float, float]:
 
 def by_seed(method: str) -> Float[np.ndarray, "seeds 2"]:
     """Returns reward and diversity of each seed."""
-    return np.array([measured(f"polynomial-{method}-lr0.0005-seed{seed}") for seed in range(5)])
+    return np.array([measured(f"polynomial-{method}-lr0.0005-seed{seed}") for seed in SEEDS])
 
 
 if __name__ == "__main__":
     errors = np.stack([by_seed(f"errors_{rate:g}") for rate in RATES])  # [rates, seeds, 2]
     grpo = by_seed("grpo")
     rows = {f"Poly-EPO, error rate {rate}": values for rate, values in zip(RATES, errors, strict=True)}
+    print(f"{len(SEEDS)} seeds")
     for name, values in (rows | {"GRPO": grpo}).items():
         texts = ["{:.3f} [{:.3f}, {:.3f}]".format(*mean_interval(values[:, column])) for column in (0, 1)]
         print(f"{name}: reward {texts[0]}, distinct correct answers of 8 {texts[1]}")
