@@ -61,16 +61,18 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
         pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
     import torch  # pyright: ignore[reportMissingImports]
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from transformers import BertConfig, BertModel, BertTokenizer
 
     folder = tmp_path_factory.mktemp("encoder")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"]
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(words))
-    BertTokenizerFast(vocab_file=str(vocabulary)).save_pretrained(folder)
+    BertTokenizer(vocab_file=str(vocabulary)).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    BertModel(config).save_pretrained(folder)
     return folder
 
 
