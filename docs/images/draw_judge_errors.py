@@ -14,17 +14,20 @@ from jaxtyping import Float
 
 from poly_epo_jax.metrics.diversity import distinct_clusters
 from poly_epo_jax.metrics.intervals import mean_interval
-from poly_epo_jax.records.run_folder import GENERATIONS, read_rows
+from poly_epo_jax.records.run_folder import GENERATION, GENERATIONS
 from poly_epo_jax.report.figures import panels
+from poly_epo_jax.system.json_files import read_rows
 
 STUDY = Path("runs/study-judge_errors/evaluation/polynomial")
+SEEDS = [seed for seed in range(5) if (STUDY / f"polynomial-grpo-lr0.0005-seed{seed}" / GENERATIONS).exists()]
+"""Seeds whose runs are finished. GRPO is the last run of a seed."""
 RATES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 COLORS = {"Poly-EPO": "#0072B2", "GRPO": "#D55E00"}
 
 
 def measured(label: str) -> tuple[float, float]:
     """Returns the mean reward of a run, and its expected number of distinct correct answers among 8 generations."""
-    rows = read_rows(STUDY / label / GENERATIONS)
+    rows = read_rows(STUDY / label / GENERATIONS, GENERATION)
     problems = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["problem"])]
     answers = np.array([[row["answer"] for row in group] for group in problems])
     correct = np.array([[row["correct"] for row in group] for group in problems])
@@ -33,13 +36,14 @@ def measured(label: str) -> tuple[float, float]:
 
 def by_seed(method: str) -> Float[np.ndarray, "seeds 2"]:
     """Returns reward and diversity of each seed."""
-    return np.array([measured(f"polynomial-{method}-lr0.0005-seed{seed}") for seed in range(5)])
+    return np.array([measured(f"polynomial-{method}-lr0.0005-seed{seed}") for seed in SEEDS])
 
 
 if __name__ == "__main__":
     errors = np.stack([by_seed(f"errors_{rate:g}") for rate in RATES])  # [rates, seeds, 2]
     grpo = by_seed("grpo")
     rows = {f"Poly-EPO, error rate {rate}": values for rate, values in zip(RATES, errors, strict=True)}
+    print(f"{len(SEEDS)} seeds")
     for name, values in (rows | {"GRPO": grpo}).items():
         texts = ["{:.3f} [{:.3f}, {:.3f}]".format(*mean_interval(values[:, column])) for column in (0, 1)]
         print(f"{name}: reward {texts[0]}, distinct correct answers of 8 {texts[1]}")
@@ -53,11 +57,10 @@ if __name__ == "__main__":
             )
             panel.axhline(grpo[:, column].mean(), color=COLORS["GRPO"], linewidth=2)
             panel.axhspan(grpo[:, column].min(), grpo[:, column].max(), color=COLORS["GRPO"], alpha=0.2, linewidth=0)
-            panel.set(title=title, xlabel="error rate of the judge", ylim=(0, 8.2 if column else 1.05))
-            panel.text(
-                0.02, values[0].mean() - (1.0 if column else 0.12), "Poly-EPO", color=COLORS["Poly-EPO"], weight="bold"
-            )
-            panel.text(
-                0.38, grpo[:, column].mean() - (0.9 if column else 0.1), "GRPO", color=COLORS["GRPO"], weight="bold"
-            )
+            panel.set(title=title, xlabel="error rate of the judge", ylim=(0.85, 1.02) if column == 0 else (0, 8.2))
+            places = {"Poly-EPO": values[0].mean(), "GRPO": grpo[:, column].mean()}
+            for (name, place), offset in zip(
+                places.items(), (-0.02, 0.007) if column == 0 else (-0.8, 0.3), strict=True
+            ):
+                panel.text(0.02, place + offset, name, color=COLORS[name], weight="bold")
         figure.savefig(Path(__file__).with_name("judge_errors.png"), facecolor="white")

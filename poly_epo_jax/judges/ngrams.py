@@ -2,6 +2,7 @@
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -48,10 +49,7 @@ class NgramsJudge:
         return await asyncio.to_thread(self._clustered, [generation.text for generation in group.generations])
 
     def _clustered(self, texts: list[str]) -> Clustering:
-        embeddings = np.stack([self._embedded(text) for text in texts])
-        firsts = component_roots(embeddings @ embeddings.T >= self._threshold - ROUNDING)
-        keys = [first if text else None for first, text in zip(firsts.tolist(), texts, strict=True)]
-        return Clustering(clusters_of(keys).ids, features={"embeddings": embeddings})
+        return cluster_similar(texts, np.stack([self._embedded(text) for text in texts]), self._threshold)
 
     def _embedded(self, text: str) -> Float[np.ndarray, " D"]:
         data = text.encode("utf-32-le", errors="surrogatepass")  # four bytes per character
@@ -60,6 +58,23 @@ class NgramsJudge:
         indices = np.array([zlib.crc32(ngram) % self._dimensions for ngram in ngrams], int)
         counts = np.bincount(indices, minlength=self._dimensions).astype(np.float32)
         return counts / max(float(np.linalg.norm(counts)), 1.0)
+
+
+def cluster_similar(texts: Sequence[str], embeddings: Float[np.ndarray, "N D"], threshold: float) -> Clustering:
+    """Clusters texts whose embeddings are similar, directly or through a chain of similar pairs.
+
+    Args:
+      texts: The texts of N responses. Empty texts are degenerate.
+      embeddings: Their embeddings, with rows of length 1. Rows of empty texts are arbitrary.
+      threshold: Minimum cosine of two similar texts.
+
+    Returns:
+      The clusters, with the embeddings as the feature `embeddings`.
+    """
+    is_text = np.array([bool(text) for text in texts])
+    is_near = (embeddings @ embeddings.T >= threshold - ROUNDING) & is_text & is_text[:, None]
+    keys = [root if text else None for root, text in zip(component_roots(is_near).tolist(), texts, strict=True)]
+    return Clustering(clusters_of(keys).ids, features={"embeddings": embeddings})
 
 
 def component_roots(is_near: Bool[np.ndarray, "N N"]) -> Int[np.ndarray, " N"]:

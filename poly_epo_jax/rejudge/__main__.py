@@ -28,7 +28,7 @@ import asyncio
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from poly_epo_jax.rejudge.results import (
     RECORDED,
     REFERENCE,
     RESULTS,
+    Clusters,
     advantages_of,
     clusters_in,
     compare,
@@ -83,7 +84,7 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
     _check_flags(flags)
     configs = judge_configs(config, flags.judge)
     groups = read_inputs(flags.inputs, flags.max_problems)
-    reference = None if flags.reference is None else read_sheet(flags.reference, groups)
+    reference = _read_reference(flags.reference, configs, groups)
     advantages = advantages_of(config, groups)
     task: Task = RecordedTask([group.problem for group in groups])
     if any(JUDGES[one.judge.name].task is not Task for one in configs.values()):
@@ -112,7 +113,7 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
         results |= compare(judged, reference, advantages)
         write_json(flags.output / RESULTS, results)
         timings = {label: timing_summary(flags.output / label) for label in configs}
-        shown = judged if reference is None else judged | {REFERENCE: reference}
+        shown = judged | {REFERENCE: reference} if isinstance(reference, Mapping) else judged
         write_page(flags.output / "report.html", results, timings, groups, shown, rows)
     for table in _tables(results):
         Console().print(table)
@@ -146,6 +147,20 @@ def judge_configs(config: Config, judges: Sequence[str]) -> dict[str, Config]:
         if not JUDGES[name].clusters:
             raise ConfigError(f"--judge={text} does not cluster responses; choose another judge.")
     return found
+
+
+def _read_reference(text: str, labels: Collection[str], groups: Sequence[RecordedGroup]) -> Clusters | str | None:
+    """Returns the clusters in a sheet, the label of a judge, or None for an empty text."""
+    is_recorded = text == RECORDED and any(group.clusters is not None for group in groups)
+    if not text or is_recorded or text in labels:
+        return text or None
+    path = user_path(text)
+    if not path.is_file():
+        raise ConfigError(
+            f"--reference={text} is neither a file nor a judge; specify a cluster sheet, or one of "
+            f"{', '.join(labels)}, or {RECORDED} for an input with recorded clusters."
+        )
+    return read_sheet(path, groups)
 
 
 def _describe(config: Config, judge: Judge, groups: Sequence[RecordedGroup]) -> dict[str, Any]:
@@ -191,8 +206,9 @@ def _tables(results: Mapping[str, Any]) -> list[Table]:
     """Returns a table of the judges and a table of all pairs, within 80 columns."""
     judges = Table("result", "judge", "mean", title=f"{results['num_problems']} problems")
     for name, (title, _) in JUDGE_COLUMNS.items():
-        for label, found in results["judges"].items():
-            judges.add_row(title, label, format_mean(found[name]))
+        found = {label: of_judge[name] for label, of_judge in results["judges"].items()}
+        for label, value in found.items() if any(found.values()) else ():  # no lines for a single seed or order
+            judges.add_row(title, label, format_mean(value))
         judges.add_section()
     pairs = Table("result", "judges", "mean", title=f"{results['num_shared']} problems with all clusterings")
     for name, (title, _) in PAIR_COLUMNS.items():
@@ -230,7 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--num_orders", type=int, default=2, metavar="N", help="number of orders of the responses (default: 2)"
     )
     parser.add_argument("--max_problems", type=int, default=0, metavar="N", help="maximum number of problems (0 = all)")
-    parser.add_argument("--reference", type=user_path, metavar="FILE", help="corrected cluster sheet to compare with")
+    parser.add_argument(
+        "--reference",
+        default="",
+        metavar="FILE_OR_LABEL",
+        help="corrected cluster sheet to compare with, or judge with which the others are compared",
+    )
     parser.add_argument(
         "--output",
         type=user_path,

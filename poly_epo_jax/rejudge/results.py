@@ -152,27 +152,29 @@ def pair_results(
 
 def compare(
     judged: Mapping[str, Clusters],
-    reference: Clusters | None,
+    reference: Clusters | str | None,
     advantages: Callable[[str, Int[np.ndarray, " N"]], Float[np.ndarray, " N"]] | None,
 ) -> dict[str, Any]:
-    """Compares all pairs of judges, and each judge with the reference.
+    """Compares judges with each other and with a reference.
 
     Args:
       judged: Clusters by label of the judge.
-      reference: Clusters of a person, or None.
+      reference: Clusters of a sheet, with which each judge is compared in addition to all pairs of judges. If it is the
+        label of a judge, only pairs with this judge are compared. If None, all pairs are.
       advantages: See `pair_results`.
 
     Returns:
       "num_shared": number of problems with a valid clustering of all judges, which all pairs of judges compare.
-      "pairs": results of each pair with the labels "first" and "second". "reference" compares the shared problems that
-      have a reference.
+      "pairs": results of each pair with the labels "first" and "second". A sheet is compared on the shared problems
+      that it contains.
     """
     shared = [name for name in next(iter(judged.values())) if all(name in clusters for clusters in judged.values())]
+    labels = [pair for pair in combinations(judged, 2) if not isinstance(reference, str) or reference in pair]
     pairs = [
         {"first": first, "second": second, **pair_results(judged[first], judged[second], shared, advantages)}
-        for first, second in combinations(judged, 2)
+        for first, second in labels
     ]
-    if reference is not None:
+    if isinstance(reference, Mapping):
         names = [name for name in shared if name in reference]
         pairs += [
             {"first": label, "second": REFERENCE, **pair_results(clusters, reference, names, advantages)}

@@ -71,7 +71,7 @@ class MultiplicationProseTask(SyntheticTask):
         formulas = equations(generation.text)
         decompositions = (decomposition(side, a, b) for sides in formulas for side in sides)
         of_product = next((found for found in decompositions if found), None)
-        return of_product or decomposition(product((_parts_of(a, formulas), _parts_of(b, formulas))), a, b)
+        return of_product or decomposition(product((_parts_of(a, b, formulas), _parts_of(b, a, formulas))), a, b)
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
         """Returns the last number in the last 100 characters of the text, or None if there is none."""
@@ -79,7 +79,10 @@ class MultiplicationProseTask(SyntheticTask):
         return match[0].replace(",", "") if match else None
 
 
-def _parts_of(operand: int, formulas: Sequence[Sequence[Expression]]) -> Expression:
-    """Returns the first expression that an equation correctly equates with the operand, or the operand itself."""
+def _parts_of(operand: int, other: int, formulas: Sequence[Sequence[Expression]]) -> Expression:
+    """Returns the first expression that decomposes the operand and that an equation equates with it, or the operand.
+
+    A product with a factor 1, such as the step 343 * 1 = 343, does not decompose an operand.
+    """
     equated = (side for sides in formulas if operand in sides for side in sides if side != operand)
-    return next((side for side in equated if value(side) == operand), operand)
+    return next((side for side in equated if decomposition(product((side, other)), operand, other)), operand)

@@ -83,6 +83,12 @@ def test_a_run_is_judged_again_with_the_task_of_its_configuration(tmp_path: Path
     assert letters["judge"] == {"name": "ngrams", "model": "", "options": {"length": 1, "threshold": 0.5}}
     printed = capsys.readouterr().out
     assert "exact, recorded" in printed and f"report: {output / 'report.html'}" in printed
+    assert "sensitivity to order" in printed and "agreement between seeds" not in printed  # a single seed
+
+    again = [str(run), "--config=polynomial", *judges, f"--output={output}", "--num_seeds=1", "--reference=recorded"]
+    assert main(again) == 0
+    pairs = json.loads((output / RESULTS).read_bytes())["pairs"]
+    assert pairs == [by_pair["exact", "recorded"], by_pair["letters", "recorded"]]
 
 
 def test_a_corrected_sheet_is_kept_and_compared(tmp_path: Path):
@@ -234,6 +240,8 @@ def test_invalid_judges_are_rejected(judges: list[str], words: str):
         (["rows.jsonl", "--judge=llm:url=http://user:secret@host"], "--judge contains a user or password"),
         (["rows.jsonl", "--config.algo.set_size=8"], r"algo.set_size=8 requires 9 responses"),
         (["rows.jsonl", "--reference=rows.jsonl"], "must have the columns problem, response and cluster"),
+        (["rows.jsonl", "--reference=exact"], "--reference=exact is neither"),
+        (["rows.jsonl", "--reference=recorded"], "--reference=recorded is neither"),
     ],
 )
 def test_invalid_arguments_produce_a_one_line_error(

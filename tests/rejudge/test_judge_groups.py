@@ -173,6 +173,12 @@ def test_judges_are_compared_on_the_problems_that_all_of_them_clustered():
     assert "sign_changes" not in ab
 
 
+def test_a_judge_as_reference_is_in_every_pair():
+    ids = {"p": np.array([0, 0, 1])}
+    found = compare(dict.fromkeys("abc", ids), "b", None)["pairs"]
+    assert [(pair["first"], pair["second"]) for pair in found] == [("a", "b"), ("b", "c")]
+
+
 def test_the_effect_on_advantages():
     groups = [recorded("p", "abcde", [1, 1, 1, 0, 0]), recorded("q", "abcde", [0] * 5)]
     advantages = advantages_of(Config(), groups)
