@@ -64,7 +64,7 @@ def hard_batches(count: int, sampler: RandomLetters | None = None, **changes: An
 def test_the_batch_is_the_first_groups_with_signal_in_data_order():
     """The numbers of drawn prompts are exact, and have the expectation of the known rate of prompts without signal."""
     order, position, drawn = tiny_experience(tiny_config(), problems=TWENTY).problems, 0, []
-    for step, batch in enumerate(hard_batches(200), start=1):
+    for step, batch in enumerate(hard_batches(60), start=1):
         problems = order.draw(position, 50)
         with_signal = [i for i, problem in enumerate(problems) if not is_hard(problem.id, step)][:5]
         end = with_signal[-1] + 1 if len(with_signal) == 5 else 50
@@ -78,7 +78,7 @@ def test_the_batch_is_the_first_groups_with_signal_in_data_order():
         assert batch.position == position + end
         position = batch.position
         drawn.append(end)
-    assert np.mean(drawn) == pytest.approx(5 / 0.25, rel=0.1)
+    assert np.mean(drawn) == pytest.approx(5 / 0.25, rel=0.2)
 
 
 def test_the_sizes_of_the_rounds_have_no_effect(monkeypatch: pytest.MonkeyPatch):
@@ -119,7 +119,7 @@ def test_a_repeated_problem_has_other_responses(staleness: int):
 
 
 def test_a_step_draws_at_most_the_maximum_number_of_prompts():
-    settings = {"train.max_draws": 7}
+    settings: dict[str, Any] = {"train.max_draws": 7}
     for batch in hard_batches(20, **settings):
         assert 5 <= batch.counts["data/drawn"] <= 7
         assert len(batch.trained[0]) == batch.counts["data/with_signal"] <= 5
