@@ -61,6 +61,7 @@ def hard_batches(count: int, sampler: RandomLetters | None = None, **changes: An
     return batches(tiny_experience(tiny_config(**settings), sampler or Hard(), problems=TWENTY), count)
 
 
+@pytest.mark.slow
 def test_the_batch_is_the_first_groups_with_signal_in_data_order():
     """The numbers of drawn prompts are exact, and have the expectation of the known rate of prompts without signal."""
     order, position, drawn = tiny_experience(tiny_config(), problems=TWENTY).problems, 0, []
@@ -81,6 +82,7 @@ def test_the_batch_is_the_first_groups_with_signal_in_data_order():
     assert np.mean(drawn) == pytest.approx(5 / 0.25, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_sizes_of_the_rounds_have_no_effect(monkeypatch: pytest.MonkeyPatch):
     sampler = Hard()
     expected = hard_batches(20, sampler)
@@ -97,6 +99,7 @@ def same(generations: Sequence[Any]) -> list[str]:
     return [generation.text for generation in generations]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_repeated_problem_has_other_responses(staleness: int):
     """A step draws more prompts than there are problems."""
@@ -118,12 +121,13 @@ def test_a_repeated_problem_has_other_responses(staleness: int):
         assert len(set(texts)) == len(texts) == 60
 
 
+@pytest.mark.slow
 def test_a_step_draws_at_most_the_maximum_number_of_prompts():
     settings: dict[str, Any] = {"train.max_draws": 7}
-    for batch in hard_batches(20, **settings):
+    for batch in hard_batches(10, **settings):
         assert 5 <= batch.counts["data/drawn"] <= 7
         assert len(batch.trained[0]) == batch.counts["data/with_signal"] <= 5
-    assert any(batch.counts["data/with_signal"] < 5 for batch in hard_batches(20, **settings))
+    assert any(batch.counts["data/with_signal"] < 5 for batch in hard_batches(10, **settings))
 
 
 class SomeFail(LetterJudge):
