@@ -224,7 +224,7 @@ def draw_band(
     seeds: Sequence[Curve],
     style: Mapping[str, Any],
     marked: bool,
-    places: Sequence[Mapping[int, float]] = (),
+    places: Sequence[Mapping[int, int]] = (),
 ) -> None:
     """Draws the mean and range over seeds, at the positions that all seeds have.
 

@@ -105,8 +105,8 @@ def test_problems_are_kept_by_their_pass_rate(make, tmp_path: Path):
         return "".join(problem.id for problem in task.train_problems), task.dropped["train"]
 
     assert kept() == ("be", Dropped(duplicates=1, pass_rate=2, no_pass_rate=1))
-    assert kept(keep_min=0, keep_max=0.375) == ("ab", Dropped(duplicates=1, pass_rate=2, no_pass_rate=1))
-    assert kept(keep_min=0.5, keep_max=1)[0] == "ce"
+    assert kept(keep_min=0.0, keep_max=0.375) == ("ab", Dropped(duplicates=1, pass_rate=2, no_pass_rate=1))
+    assert kept(keep_min=0.5, keep_max=1.0)[0] == "ce"
     for content in ("[]", "{}", '{"per_problem": [{"problem": "a"}]}', "no JSON"):
         table.write_text(content)
         with pytest.raises(ValueError, match=r"task\.options\.keep=.*results\.json has no pass rates"):
