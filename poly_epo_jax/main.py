@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from grain import DatasetIterator
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -42,7 +41,7 @@ from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.grading import JudgeError
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.prompts import drop_long_prompts, problem_batches
+from poly_epo_jax.rollouts.prompts import ProblemOrder, drop_long_prompts
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, prepare, use_compilation_cache
@@ -113,12 +112,12 @@ def _run(config: Config, prepared: Prepared) -> None:
             f"train.max_prompt_tokens={config.train.max_prompt_tokens} excludes every held-out problem; raise it, or "
             "set eval.every=0."
         )
-    batches = problem_batches(train_problems, config.train.prompts_per_batch, config.seed)
+    order = ProblemOrder(train_problems, config.train.prompts_per_batch, config.seed)
     update = make_update(config, policy.model, mesh)
     checkpoints = Checkpoints(
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, base=policy.path if config.lora.rank else None
     )
-    progress = _restored_or_new(config, policy, mesh, update, checkpoints, batches)
+    progress = _restored_or_new(config, policy, mesh, update, checkpoints)
     reference = policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
         weights = reference_digests(reference)
@@ -131,8 +130,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     rollouts = Rollouts(sampler, policy.tokenizer, task, *limits)
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
-        experience=_experience(config, rollouts, prepared, batches, timeline, stop),
-        advantages=make_advantages(config.algo, config.seed),
+        experience=_experience(config, rollouts, prepared, order, timeline, stop),
         truncation=make_truncation(config),
         packer=_packer(config, prepared.model_config, mesh),
         update=update,
@@ -187,37 +185,28 @@ def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
 
 
 def _restored_or_new(
-    config: Config,
-    policy: Policy,
-    mesh: Mesh,
-    update: PolicyUpdate,
-    checkpoints: Checkpoints,
-    batches: DatasetIterator,
+    config: Config, policy: Policy, mesh: Mesh, update: PolicyUpdate, checkpoints: Checkpoints
 ) -> TrainProgress:
-    """Returns the progress of the newest valid checkpoint, or that of a new run if there is none.
-
-    Moves `batches` to the position of the checkpoint.
-    """
+    """Returns the progress of the newest valid checkpoint, or that of a new run if there is none."""
     base = policy.load_base(mesh) if config.lora.rank else None  # checkpoints of adapters omit the frozen weights
     restore = partial(checkpoints.restore, like=update.abstract_state, shardings=update.shardings, frozen=base)
     newest = checkpoints.restore_latest(restore)
     if newest is None:
-        return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), batches.get_state(), solved=0)
+        return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), position=0, solved=0)
     step, (state, saved) = newest
-    if "solved" not in saved:
+    if not {"position", "solved"} <= saved.keys():
         raise ConfigError(
             f"Checkpoint {step} of {config.workdir} was saved by another version of poly_epo_jax. Resume with that "
             "version, or set --config.workdir to a new folder."
         )
-    batches.set_state(saved["batches"])
-    return TrainProgress(step, state, saved["batches"], int(saved["solved"], 16))
+    return TrainProgress(step, state, saved["position"], int(saved["solved"], 16))
 
 
 def _experience(
     config: Config,
     rollouts: Rollouts,
     prepared: Prepared,
-    batches: DatasetIterator,
+    order: ProblemOrder,
     timeline: Timeline,
     stop: StopSignal,
 ) -> Experience:
@@ -233,15 +222,13 @@ def _experience(
         rollouts,
         prepared.task,
         prepared.judge,
-        batches,
-        config.train.num_generations,
+        order,
+        make_advantages(config.algo, config.seed),
         sampling,
-        last_step=config.train.num_steps,
-        staleness=config.train.staleness,
-        reads_judge=make_estimator(config.algo).reads_judge,
-        max_failed_fraction=config.judge.max_failed_fraction,
-        timeline=timeline,
-        on_failure=config.judge.on_failure,
+        config.train,
+        config.judge,
+        make_estimator(config.algo).reads_judge,
+        timeline,
         judge_load=JudgeLoad(
             max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
             config.train.max_prompt_tokens,

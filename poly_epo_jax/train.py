@@ -6,9 +6,6 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float
-
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.checkpoint import Checkpoints
@@ -17,7 +14,6 @@ from poly_epo_jax.parallel.devices import peak_bytes
 from poly_epo_jax.parallel.sharding import params_on_host
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
-from poly_epo_jax.step.advantages import Features, batch_features
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError, check_finite
 from poly_epo_jax.step.step_metrics import logged_generations, solved_problems, step_metrics
@@ -34,28 +30,21 @@ class TrainProgress:
     Attributes:
       step: Number of completed steps.
       state: Weights and optimizer state after these steps.
-      data_state: State of the data iterator after the last of these steps.
+      position: Number of problems that these steps have drawn.
       solved: Training problems with a correct generation in any of these steps, see `solved_problems`.
     """
 
     step: int
     state: TrainState
-    data_state: dict[str, Any]
+    position: int
     solved: int
 
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """The outcome of a training step.
-
-    Attributes:
-      batch: Graded groups of the step.
-      advantages: Advantages [P, N] of the P groups in `batch.usable`. NaN for generations that are left out.
-      metrics: Metrics of the batch and of the update.
-    """
+    """The outcome of a training step: its batch, and the metrics of the batch and of the update."""
 
     batch: Batch
-    advantages: Float[np.ndarray, "P N"]
     metrics: Metrics
 
 
@@ -65,7 +54,6 @@ class Trainer:
 
     Attributes:
       experience: Produces the batch of each step.
-      advantages: Function (step, features) -> advantages [P, N]; see step/advantages.py.
       truncation: Leaves out or penalizes truncated responses.
       packer: Packs generations and advantages into minibatches.
       update: Updates the policy.
@@ -78,7 +66,6 @@ class Trainer:
     """
 
     experience: Experience
-    advantages: Callable[[int, Features], Float[np.ndarray, "P N"]]
     truncation: Truncation
     packer: MinibatchPacker
     update: PolicyUpdate
@@ -97,18 +84,15 @@ class Trainer:
           Stopped: If a shutdown was requested.
         """
         stage = self.timeline.clock(step).stage
-        batch = await self.experience.batch(step)  # samples, rewards and clusters N generations of each prompt
-        with stage("advantages"):
-            if batch.usable:
-                advantages = self.advantages(step, batch_features(batch.usable))
-            else:  # the judge failed on every prompt: all minibatches are empty
-                advantages = np.zeros((0, self.experience.num_generations), np.float32)
-            advantages, truncation_metrics = self.truncation(batch.usable, advantages)
+        assert self.progress is not None
+        # Samples, rewards and clusters N generations of each prompt, and computes their advantages.
+        batch = await self.experience.batch(step, self.progress.position)
+        advantages, truncation_metrics = self.truncation(batch.usable, batch.advantages)
+        batch = dataclasses.replace(batch, advantages=advantages)
         with stage("logprobs"):
-            minibatches = await asyncio.to_thread(self.packer, batch.usable, advantages)
+            minibatches = await asyncio.to_thread(self.packer, *batch.trained)
             minibatches = await _compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
         metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts | truncation_metrics
-        assert self.progress is not None
         solved_in_batch = solved_problems(batch.graded, self.positions)
         solved = self.progress.solved | solved_in_batch
         counts = {"train/solved_in_batch": solved_in_batch, "train/ever_solved": solved}
@@ -117,8 +101,8 @@ class Trainer:
             state, self.progress = self.state, None  # the update donates the buffers of the state
             state, update_metrics = await _compute(self.update, state, minibatches)
             check_finite(update_metrics, f"Step {step}")  # raises on all processes, because their metrics are equal
-            self.progress = TrainProgress(step, state, batch.data_state, solved)
-        return StepResult(batch, advantages, metrics | update_metrics)
+            self.progress = TrainProgress(step, state, batch.position, solved)
+        return StepResult(batch, metrics | update_metrics)
 
     async def push_weights(self) -> None:
         """Pushes the current weights to the sampler of every process.
@@ -197,8 +181,8 @@ async def train(
     log = _Log(trainer, tracker, schedule, checkpoints)
     if tracker is not None:
         tracker.show_stages(trainer.timeline)
-    # A resumed run continues from the last checkpoint. It removes the rows of later steps, restores the position of the
-    # data iterator, and repeats these steps with the same seeds.
+    # A resumed run continues from the last checkpoint. It removes the rows of later steps, restores the position in the
+    # data, and repeats these steps with the same seeds.
     saved = logged = trainer.progress.step
     stop, stopped = trainer.experience.stop, None
 
@@ -206,7 +190,7 @@ async def train(
         assert trainer.progress is not None
         progress = trainer.progress
         checkpoints.save(
-            progress.step, progress.state, {"batches": progress.data_state, "solved": f"{progress.solved:x}"}
+            progress.step, progress.state, {"position": progress.position, "solved": f"{progress.solved:x}"}
         )
         return progress.step
 
@@ -268,7 +252,7 @@ class _Log:
         """Writes the metrics of a trained step and, if due, its generations."""
         due = self.schedule.is_due(self.schedule.log_generations, step)
         batch = result.batch
-        rows = logged_generations(batch.graded, batch.usable, result.advantages) if due else []
+        rows = logged_generations(batch.graded, batch.usable, batch.advantages) if due else []
 
         def write(tracker: Tracker) -> None:
             tracker.log_generations(step, rows)
@@ -288,7 +272,7 @@ class _Log:
             "checkpoints/corrupted": float(self.checkpoints.num_corrupted),
             "attention/disabled_kernels": float(len(attention.disabled_kernels)),
             **clock.seconds(),
-            **batch.timing,
+            "judge/overlap_fraction": clock.overlap_fraction("judge", "generate"),
             **window.exclusive_seconds(),
             "seconds/step": window.seconds,
             "sync/step_fraction": clock.busy("sync").seconds() / window.seconds,

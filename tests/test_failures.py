@@ -22,9 +22,9 @@ from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS, EvaluationMetric
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.records.tracking import Tracker
-from poly_epo_jax.step.advantages import Features, make_advantages
+from poly_epo_jax.step.advantages import AdvantageFunction, make_advantages
 from poly_epo_jax.step.update import PolicyUpdate
-from poly_epo_jax.types import Clustering, Completion, Group, Params, Request, Sampling
+from poly_epo_jax.types import Clustering, Completion, Group, Params, Problem, Request, Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -106,15 +106,15 @@ def components(faulty: Faulty) -> dict[str, Any]:
             faulty.version = version
             await super().push_weights(params, version)
 
-    def advantages(step: int, features: Any) -> np.ndarray:
-        return faulty.at("advantages", estimate(step, features), step == STEP)
+    def advantages(step: int, problems: Sequence[Problem], features: Any) -> np.ndarray:
+        return faulty.at("advantages", estimate(step, problems, features), step == STEP)
 
     update, estimate = programs()
     return {"task": Task(), "judge": Judge(), "sampler": Sampler(), "update": update, "advantages": advantages}
 
 
 @functools.cache
-def programs() -> tuple[PolicyUpdate, Callable[[int, Features], np.ndarray]]:
+def programs() -> tuple[PolicyUpdate, AdvantageFunction]:
     """Returns the update and the estimator, which all runs share, so that they are compiled once."""
     config = tiny_config(**CHANGES)
     return tiny_update(config), make_advantages(config.algo, seed=0)

@@ -12,20 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge, RandomLetters, tiny_params
-from tiny_training import saved, tiny_config, train_tiny
+from fakes import LETTERS, PROBLEMS, RandomLetters, tiny_params
+from tiny_training import saved, tiny_config, tiny_experience, train_tiny
 from training_runs import rows_of
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.experience import Experience
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records import tracking
 from poly_epo_jax.records.progress import TrainingProgress
 from poly_epo_jax.records.run_folder import read_rows
-from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.rollouts.grading import JudgeError
-from poly_epo_jax.rollouts.prompts import problem_batches
 from poly_epo_jax.step.advantages import Features, make_advantages
 from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.step.step_metrics import logged_generations
@@ -128,20 +125,11 @@ def test_failed_judgments_can_count_as_distinct_clusters(tmp_path: Path):
 
 def made(steps: int) -> list[GradedGroup]:
     """Generates the groups of `steps` steps with three of four problems each. A step may contain a problem twice."""
-    experience = Experience(
-        *(RandomLetters().rollouts(ByLetter()), ByLetter(), LetterJudge()),
-        problem_batches([*PROBLEMS, Problem("1", "1:", "a")], 3, seed=0),
-        num_generations=8,
-        sampling=lambda step: Sampling(2, seed=step),
-        last_step=steps,
-        staleness=0,
-        reads_judge=True,
-        max_failed_fraction=0.0,
-        timeline=Timeline(),
-    )
+    experience = tiny_experience(tiny_config(), problems=[*PROBLEMS, Problem("1", "1:", "a")])
 
     async def groups() -> list[GradedGroup]:
-        return [group for step in range(1, steps + 1) for group in (await experience.batch(step)).graded]
+        starts = [(step, 3 * (step - 1)) for step in range(1, steps + 1)]
+        return [group for start in starts for group in (await experience.batch(*start)).graded]
 
     return asyncio.run(groups())
 
@@ -280,8 +268,10 @@ def test_a_judge_that_fails_too_often_stops_the_run(tmp_path: Path):
 def test_a_step_with_non_finite_values_is_not_saved(tmp_path: Path, interval: int, remaining: str):
     estimate = make_advantages(tiny_config().algo, seed=0)
 
-    def advantages(step: int, features: Features) -> np.ndarray:
-        return estimate(step, features) * (1e30 if step == 4 else 1)  # the norm of its gradient overflows float32
+    def advantages(step: int, problems: Sequence[Problem], features: Features) -> np.ndarray:
+        return estimate(step, problems, features) * (
+            1e30 if step == 4 else 1
+        )  # the norm of its gradient overflows float32
 
     settings = {"train.num_steps": 5, "checkpoint.every": interval, "eval.every": 0}
     with pytest.raises(DivergenceError, match=rf"^Step 4 .*policy/gradient_norm=inf.* was not saved\. {remaining}"):
@@ -310,7 +300,7 @@ def test_non_finite_log_probabilities_of_a_sampler_are_rejected(tmp_path: Path):
 def test_batches_are_started_according_to_staleness(staleness: int):
     """0 starts a batch when it is requested, 1 as soon as the previous batch is returned.
 
-    The data state of a batch is the position after this batch.
+    The position of a batch is the number of problems that have been drawn after this batch.
     """
     started = []
 
@@ -321,31 +311,15 @@ def test_batches_are_started_according_to_staleness(staleness: int):
                 yield completion
 
     async def main() -> None:
-        batches = problem_batches(PROBLEMS, 2, seed=0)
-        again = problem_batches(PROBLEMS, 2, seed=0)
-        experience = Experience(
-            *(
-                Watched().rollouts(ByLetter()),
-                ByLetter(),
-                LetterJudge(),
-                batches,
-                4,
-                lambda step: Sampling(2, seed=step),
-            ),
-            last_step=3,
-            staleness=staleness,
-            reads_judge=True,
-            max_failed_fraction=0.0,
-            timeline=Timeline(),
-        )
+        changes = {"train.prompts_per_batch": 2, "train.num_steps": 3, "train.staleness": staleness}
+        experience = tiny_experience(tiny_config(**changes), Watched())
         for step in (1, 2, 3):
-            batch = await experience.batch(step)
+            batch = await experience.batch(step, 2 * (step - 1))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert started == list(range(1, min(step + staleness, 3) + 1))
-            expected = next(again)
-            assert [one.group.problem for one in batch.graded] == expected
-            assert batch.data_state == again.get_state()
+            assert [one.group.problem for one in batch.graded] == experience.problems.draw(2 * (step - 1), 2)
+            assert batch.position == 2 * step
         await experience.close()
 
     asyncio.run(main())

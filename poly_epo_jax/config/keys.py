@@ -226,7 +226,7 @@ class AlgoSection(Section, name="algo"):
 
 @dataclasses.dataclass(frozen=True)
 class TrainSection(Section, name="train"):
-    """Batches, staleness, packing and trainable weights."""
+    """Batches, refill, staleness, packing and trainable weights."""
 
     num_steps: int = key(150, "number of training steps; each generates one batch and trains on it", STEPS)
     prompts_per_batch: int = key(64, "number of prompts per step", Range(1, 10**6))
@@ -239,6 +239,16 @@ class TrainSection(Section, name="train"):
     # 1 requires a sampler with its own devices and algo.importance_cap, which corrects for the older sampling policy.
     staleness: int = key(
         0, "age of the sampling policy in steps (0 = on-policy, 1 = generation overlaps with the update)", Range(0, 1)
+    )
+    # A prompt without signal has a largest |advantage| of at most 1e-6, under the estimator of algo.advantages.
+    refill: bool = key(
+        False, "whether a step draws prompts until train.prompts_per_batch of them have an advantage other than 0"
+    )
+    max_draws: int = key(
+        0,
+        "maximum number of prompts that a step draws with train.refill; if too few have an advantage other than 0, the "
+        "batch is smaller (0 = 4 x train.prompts_per_batch)",
+        Range(0, 10**7),
     )
     row_tokens: int = key(
         0, "tokens per packed row (0 = two sequences of maximum length, rounded up)", Range(1, 2**24, special=0)
@@ -361,9 +371,16 @@ def max_sequence_tokens(config: Config) -> int:
     return config.train.max_prompt_tokens + config.sampling.max_tokens
 
 
+def max_draws(train: TrainSection) -> int:
+    """Returns the maximum number of prompts that a step draws."""
+    if not train.refill:
+        return train.prompts_per_batch
+    return train.max_draws or 4 * train.prompts_per_batch
+
+
 def updates_per_step(train: TrainSection) -> int:
     """Returns the number of optimizer updates per step."""
     return train.prompts_per_batch // train.prompts_per_minibatch
 
 
-__all__ = ["Config", "ConfigError", "changed_keys", "max_sequence_tokens", "updates_per_step"]
+__all__ = ["Config", "ConfigError", "changed_keys", "max_draws", "max_sequence_tokens", "updates_per_step"]

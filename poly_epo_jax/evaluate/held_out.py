@@ -51,7 +51,7 @@ async def evaluate_held_out(
     own = hosts.share(problems)
     groups = rollouts.generate(own, num_generations, sampling)
     shares = await hosts.gather((stop or StopSignal()).run_interruptible(grade_groups(groups, own, task, judge)))
-    graded = [group for share, _ in shares for group in share]
+    graded = [group for share in shares for group in share]
     arrays = _arrays(graded)
     metrics = {"reward": float(arrays["rewards"].mean()), "judge_failed_problems": float(len(judge_failures(graded)))}
     values = problem_values(arrays, curves=False)

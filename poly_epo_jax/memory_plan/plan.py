@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 from collections.abc import Mapping
 
-from poly_epo_jax.config.keys import Config, max_sequence_tokens
+from poly_epo_jax.config.keys import Config, max_draws, max_sequence_tokens
 from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_bytes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
@@ -150,7 +150,7 @@ def batch_bytes(config: Config) -> int:
     """Returns the bytes of a step's full batch on a host: 40 per token, and 4 per (set, response) or response pair."""
     train, algo = config.train, config.algo
     cells = max(algo.num_sets, train.num_generations) * train.num_generations
-    return train.prompts_per_batch * (40 * train.num_generations * max_sequence_tokens(config) + FLOAT32_BYTES * cells)
+    return max_draws(train) * (40 * train.num_generations * max_sequence_tokens(config) + FLOAT32_BYTES * cells)
 
 
 def _resident(config: Config, model_config: ModelConfig, machine: Machine) -> dict[str, int]:

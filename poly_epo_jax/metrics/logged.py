@@ -134,6 +134,28 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Mean number of training steps by which the sampling weights were older than the policy before the update.",
             "Above `train.staleness`: responses were sampled with outdated weights.",
         ),
+        "data/drawn": LoggedMetric(
+            "Drawn prompts",
+            "Number of prompts that the step generated responses to, including discarded prompts.",
+            "Constantly `train.max_draws`: few prompts have an advantage other than 0, and batches are smaller.",
+        ),
+        "data/with_signal": LoggedMetric(
+            "Prompts with signal",
+            "Number of the step's prompts with an absolute advantage above 1e-6, without discarded prompts.",
+            "Far below `train.prompts_per_batch`: set `train.refill`, or filter the problems.",
+            drawn=True,
+            digits=0,
+        ),
+        "data/without_signal": LoggedMetric(
+            "Prompts without signal",
+            "Number of the step's prompts whose advantages are all 0, without discarded prompts and without prompts "
+            "that a failure of the judge excludes.",
+        ),
+        "data/discarded": LoggedMetric(
+            "Discarded prompts",
+            "Number of the step's prompts whose responses were discarded, because train.refill had drawn more prompts "
+            "than the batch requires. Their problems are drawn again.",
+        ),
         # Updates of a step.
         "policy/entropy": LoggedMetric(
             "Policy entropy",

@@ -88,7 +88,7 @@ class Checkpoints:
         Args:
           step: Training step.
           state: Training state. Its arrays may be donated after this method has returned.
-          data_state: State of the data iterator and of the counters after this step, serializable as JSON.
+          data_state: Position in the data and counters after this step, serializable as JSON.
 
         Raises:
           OSError: If this checkpoint cannot be written, or if writing the previous one failed.

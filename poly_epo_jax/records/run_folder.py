@@ -68,9 +68,10 @@ GENERATION: Columns = {
 LOGGED_GENERATION: Columns = {
     **GENERATION,
     "step": int,
-    # Index among the step's prompts with this problem, from 0: a batch across two epochs may contain a problem twice.
+    # Index among the step's prompts with this problem, from 0: a step across two epochs may draw a problem repeatedly.
     "occurrence": int,
-    "advantage": int | float | None,  # null if the generation took no part in the update
+    # null if a failure of the judge excludes the prompt, or algo.truncated=mask the generation
+    "advantage": int | float | None,
 }
 """Columns of a run's generations.jsonl. Step, problem, occurrence and generation together identify a row."""
 

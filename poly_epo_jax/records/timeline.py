@@ -1,12 +1,12 @@
 """Records when the stages of training steps were in progress, as spans on a common clock. Spans may overlap."""
 
 import dataclasses
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from poly_epo_jax.types import Metrics
@@ -100,6 +100,12 @@ class StageClock:
     def stages(self) -> dict[str, BusyTime]:
         """Returns the recorded times by stage."""
         return dict(self._stages)
+
+    def overlap_fraction(self, stage: str, other: str) -> float:
+        """Returns the fraction of a stage's time in which another stage was in progress as well."""
+        pairs = itertools.product(self.busy(stage).intervals(), self.busy(other).intervals())
+        shared = sum(max(0.0, min(ends) - max(starts)) for starts, ends in (zip(*pair, strict=True) for pair in pairs))
+        return shared / max(self.busy(stage).seconds(), 1e-9)
 
     def seconds(self) -> Metrics:
         """Returns the metrics seconds/STAGE."""
@@ -208,7 +214,7 @@ def alone_intervals(spans: Iterable[Span]) -> dict[str, list[Interval]]:
     changes = [(span.start, 1, span.stage) for span in spans] + [(span.end, -1, span.stage) for span in spans]
     alone: dict[str, list[Interval]] = {span.stage: [] for span in spans}
     running: Counter[str] = Counter()
-    for (now, change, stage), (then, *_) in pairwise(sorted(changes)):
+    for (now, change, stage), (then, *_) in itertools.pairwise(sorted(changes)):
         running[stage] += change
         in_progress = [name for name, count in running.items() if count > 0]
         if len(in_progress) == 1 and then > now:

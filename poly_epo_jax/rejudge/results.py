@@ -15,14 +15,13 @@ from poly_epo_jax.metrics.agreement import adjusted_rand_index, degenerate_as_si
 from poly_epo_jax.metrics.intervals import bootstrap_interval, fraction_interval
 from poly_epo_jax.rejudge.inputs import RecordedGroup
 from poly_epo_jax.rejudge.judge_groups import CLUSTERING, CLUSTERINGS, FIRST, Variant
-from poly_epo_jax.step.advantages import make_advantages, make_estimator
+from poly_epo_jax.step.advantages import ZERO, make_advantages, make_estimator
 from poly_epo_jax.system.json_files import Row, read_rows
-from poly_epo_jax.types import DEGENERATE_CLUSTER
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Problem
 
 RESULTS = "results.json"
 RECORDED, REFERENCE = "recorded", "reference"
 """Labels of the clusters in the input, and of the clusters in the sheet of --reference."""
-ZERO = 1e-6  # advantages up to this value count as 0, because the estimators compute in float32
 
 Clusters = Mapping[str, np.ndarray]
 """Cluster ids [N] by name of the group."""
@@ -67,11 +66,11 @@ def advantages_of(config: Config, groups: Sequence[RecordedGroup]) -> Callable[[
             f"{smallest.name!r} has {len(smallest.responses)}; lower algo.set_size, or leave out this problem."
         )
     compiled = make_advantages(config.algo, config.seed)
-    places = {group.name: place for place, group in enumerate(groups)}
+    rewards_of = {group.name: np.array([group.rewards], np.float32) for group in groups}
 
     def advantages(name: str, ids: np.ndarray) -> np.ndarray:
-        rewards = np.array([groups[places[name]].rewards], np.float32)
-        return compiled(places[name], {"rewards": rewards, "clusters": ids[None].astype(np.int32)})[0]
+        features = {"rewards": rewards_of[name], "clusters": ids[None].astype(np.int32)}
+        return compiled(0, [Problem(name, "", "")], features)[0]
 
     return advantages
 

@@ -26,7 +26,9 @@ WEIGHT_SYNCS = ("disk", "tensor")
 
 
 def _embedded(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
-    return open_weights(model, mesh, stop_ids, config, config.train.max_prompt_tokens)
+    train, most = config.train, config.rollouts.max_concurrent
+    full_batch = train.prompts_per_batch * train.num_generations if train.refill else 0
+    return EmbeddedSampler(model, mesh, stop_ids, train.max_prompt_tokens, most, full_batch)
 
 
 def _jetstream(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:

@@ -19,7 +19,6 @@ from poly_epo_jax.types import (
     Group,
     Judge,
     JudgeFailure,
-    Metrics,
     Problem,
     Task,
 )
@@ -36,7 +35,7 @@ async def grade_groups(
     judge: Judge,
     then: Callable[[GradedGroup], Awaitable[None]] | None = None,
     clock: StageClock | None = None,
-) -> tuple[list[GradedGroup], Metrics]:
+) -> list[GradedGroup]:
     """Grades and judges each group as soon as it is complete.
 
     Args:
@@ -48,8 +47,7 @@ async def grade_groups(
       clock: Records when groups were generated, graded or judged. If None, a new clock is used.
 
     Returns:
-      A tuple of the graded groups and a dict of timings: the seconds of the stages `generate`, `grade` and `judge`, and
-      `judge/overlap_fraction`, the fraction of the judge's time during which other groups were still being generated.
+      The graded groups.
 
     Raises:
       ValueError: If the task or the judge returns an invalid value.
@@ -60,14 +58,13 @@ async def grade_groups(
         with clock.stage("generate"):
             async for group in groups:
                 running.append(asyncio.create_task(_grade(group, task, judge, clock, then)))
-        hidden = clock.busy("judge").seconds()
         graded = await asyncio.gather(*running)
     finally:
         for grading in running:
             grading.cancel()
     places = {(problem.id, problem.occurrence): place for place, problem in enumerate(problems)}
     graded.sort(key=lambda one: places[one.group.problem.id, one.group.problem.occurrence])
-    return graded, clock.seconds() | {"judge/overlap_fraction": hidden / max(clock.busy("judge").seconds(), 1e-9)}
+    return graded
 
 
 async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:

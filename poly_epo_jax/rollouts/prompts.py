@@ -1,4 +1,4 @@
-"""Encodes the prompts of problems, drops prompts that are too long, and iterates over batches of problems."""
+"""Encodes the prompts of problems, drops prompts that are too long, and defines the order of problems."""
 
 import collections
 import dataclasses
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import grain
 import numpy as np
-from grain import DatasetIterator
 from jaxtyping import Int
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -125,40 +124,43 @@ def drop_long_prompts(
     return kept, len(problems) - len(kept)
 
 
-def problem_batches(problems: Sequence[Problem], batch_size: int, seed: int) -> DatasetIterator[list[Problem]]:
-    """Returns an endless iterator over batches of problems, in a new random order in each epoch.
+class ProblemOrder:
+    """An endless order of problems. Each epoch contains every problem once, in a new random order.
 
-    `get_state()` and `set_state()` of the iterator save and restore its exact position. A batch that continues into the
-    next epoch may contain a problem twice. The two copies differ in `occurrence`.
+    A step draws consecutive problems. The number of problems that were drawn before it determines its problems, so this
+    number is all that a checkpoint stores of the data.
 
     Args:
       problems: All problems of an epoch.
-      batch_size: Number of problems per batch.
+      prompts_per_batch: Number of problems per step.
       seed: Seed of the random order.
 
-    Returns:
-      The iterator.
-
     Raises:
-      ValueError: If there are fewer than `batch_size` problems.
+      ValueError: If there are fewer than `prompts_per_batch` problems.
     """
-    if batch_size > len(problems):
-        raise ValueError(
-            f"train.prompts_per_batch={batch_size}, but there are only {len(problems)} training problems whose prompts "
-            "fit train.max_prompt_tokens; raise train.max_prompt_tokens, or lower train.prompts_per_batch."
-        )
-    # `repeat(None)` means 2^63 - 1 problems in grain, which overflows for batches of size 1.
-    epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)
-    dataset = epochs.batch(batch_size, batch_fn=_with_occurrences)
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
+    def __init__(self, problems: Sequence[Problem], prompts_per_batch: int, seed: int):
+        if prompts_per_batch > len(problems):
+            raise ValueError(
+                f"train.prompts_per_batch={prompts_per_batch}, but there are only {len(problems)} training problems "
+                "whose prompts fit train.max_prompt_tokens; raise train.max_prompt_tokens, or lower "
+                "train.prompts_per_batch."
+            )
+        # `repeat(None)` means 2^63 - 1 problems in grain, which overflows.
+        self._epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)
 
-def _with_occurrences(batch: Sequence[Problem]) -> list[Problem]:
-    """Sets `occurrence` of each problem to the number of its earlier occurrences in the batch."""
-    before = collections.Counter[str]()
-    counted = []
-    for problem in batch:
-        times = before[problem.id]
-        counted.append(dataclasses.replace(problem, occurrence=times) if times else problem)
-        before[problem.id] += 1
-    return counted
+    def draw(self, position: int, count: int) -> list[Problem]:
+        """Returns the first `count` problems of a step.
+
+        Args:
+          position: Number of problems that were drawn before this step.
+          count: Number of problems. Two draws of a step differ in `occurrence` if they have the same problem.
+        """
+        before = collections.Counter[str]()
+        drawn = []
+        for place in range(position, position + count):
+            problem: Problem = self._epochs[place]
+            times = before[problem.id]
+            drawn.append(dataclasses.replace(problem, occurrence=times) if times else problem)
+            before[problem.id] += 1
+        return drawn

@@ -216,6 +216,11 @@ def _check_training(config: Config) -> None:
             f"train.prompts_per_minibatch={train.prompts_per_minibatch} must divide "
             f"train.prompts_per_batch={train.prompts_per_batch}."
         )
+    if train.max_draws and (not train.refill or train.max_draws < train.prompts_per_batch):
+        raise ConfigError(
+            f"train.max_draws={train.max_draws} requires train.refill=True and at least "
+            f"train.prompts_per_batch={train.prompts_per_batch} prompts; set train.max_draws=0 for the default limit."
+        )
     updates = updates_per_step(train)
     if train.num_steps * updates > MAX_UPDATES:
         raise ConfigError(

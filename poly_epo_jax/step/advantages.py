@@ -8,15 +8,22 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Bool, Float, Shaped, UInt32
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.config.checks import Range
 from poly_epo_jax.config.keys import AlgoSection
-from poly_epo_jax.types import Clustering, Generation, GradedGroup, Registry
+from poly_epo_jax.rollouts.groups import generation_seeds
+from poly_epo_jax.types import Clustering, Generation, GradedGroup, Problem, Registry
 
 Features = Mapping[str, jax.Array | np.ndarray]
 """Feature arrays of shape [P, N, ...] by name, for P prompts with N generations each."""
+
+AdvantageFunction = Callable[[int, Sequence[Problem], Features], np.ndarray]
+"""Function (step, problems, features) -> advantages [P, N] of P problems, see `make_advantages`."""
+
+ZERO = 1e-6
+"""Absolute advantages up to this value count as 0, because the estimators compute in float32."""
 
 OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
 """Features that every generation has. All other features come from the judge."""
@@ -28,8 +35,8 @@ class Estimator(NamedTuple):
     """A configured advantage estimator.
 
     Attributes:
-      advantages: Function (key, features) -> advantages [P, N]. Each step has its own random key, and `features` holds
-        the arrays that `reads` names.
+      advantages: Function (key, features) -> advantages [P, N]. `features` holds the arrays that `reads` names.
+        Training calls it with P = 1. Each prompt of each step has its own random key.
       reads: Names of the features that `advantages` reads.
       title: Name of the method in reports.
       min_generations: Minimum number of generations per prompt.
@@ -69,21 +76,26 @@ def method_title(algo: AlgoSection) -> str:
     return make_estimator(algo).title + truncated[algo.truncated]
 
 
-def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], np.ndarray]:
+def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
     """Compiles the advantage estimator selected by `algo.advantages`.
 
     Args:
       algo: The `algo` section of the configuration.
-      seed: Seed of the estimator's random key. Each step folds its number into the key.
+      seed: Seed of the estimator's random keys. Each prompt has its own key, derived from the step and the problem.
 
     Returns:
-      A function `(step, features) -> advantages` that maps feature arrays [P, N, ...] to a float array [P, N]. It
-      raises ValueError if a required feature is missing, or if the advantages have another shape or are not finite.
+      A function `(step, problems, features) -> advantages` that maps feature arrays [P, N, ...] of P problems to a
+      float array [P, N]. The estimator is called with one prompt at a time, so the advantages of a prompt do not depend
+      on the other prompts, to the last bit. The function raises ValueError if a required feature is missing, or if the
+      advantages of a prompt have another shape or are not finite.
     """
     estimator = make_estimator(algo)
-    compiled = jax.jit(estimator.advantages)
 
-    def advantages(step: int, features: Features) -> np.ndarray:
+    @jax.jit
+    def compiled(word: UInt32[jax.Array, ""], features: Features) -> jax.Array:
+        return estimator.advantages(jax.random.fold_in(jax.random.key(seed), word), features)
+
+    def advantages(step: int, problems: Sequence[Problem], features: Features) -> np.ndarray:
         missing = [name for name in estimator.reads if name not in features]
         if missing:
             raise ValueError(
@@ -91,23 +103,31 @@ def make_advantages(algo: AlgoSection, seed: int) -> Callable[[int, Features], n
                 f"{', '.join(sorted(features))}; use a judge that provides it, or change algo.advantages or "
                 "algo.objective."
             )
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        values = np.asarray(compiled(key, {name: features[name] for name in estimator.reads}))
-        expected = next(iter(features.values())).shape[:2]
-        if values.shape != expected:
-            raise ValueError(
-                f"{estimator.title} computed advantages of shape {values.shape} instead of {expected}; correct the "
-                "function of algo.advantages or algo.objective so that it returns one advantage per generation."
-            )
-        if not np.isfinite(values).all():
-            (row, *_), *_ = np.argwhere(~np.isfinite(values))
-            raise ValueError(
-                f"{estimator.title} computed a non-finite advantage for prompt {row} of step {step}; correct the "
-                "function of algo.advantages or algo.objective, or its options."
-            )
-        return values
+        rows = []
+        for place, problem in enumerate(problems):
+            (word,) = generation_seeds(step, problem, 1)
+            own = {name: features[name][place : place + 1] for name in estimator.reads}
+            values = np.asarray(compiled(word, own))
+            expected = (1, next(iter(features.values())).shape[1])
+            if values.shape != expected:
+                raise ValueError(
+                    f"{estimator.title} computed advantages of shape {values.shape} instead of {expected}; correct the "
+                    "function of algo.advantages or algo.objective so that it returns one advantage per generation."
+                )
+            if not np.isfinite(values).all():
+                raise ValueError(
+                    f"{estimator.title} computed a non-finite advantage for problem {problem.id} of step {step}; "
+                    "correct the function of algo.advantages or algo.objective, or its options."
+                )
+            rows.append(values)
+        return np.concatenate(rows)
 
     return advantages
+
+
+def has_signal(advantages: Float[np.ndarray, "P N"]) -> Bool[np.ndarray, " P"]:
+    """Returns which of P prompts have an advantage other than 0, and therefore affect the policy gradient."""
+    return np.abs(advantages).max(axis=1) > ZERO
 
 
 CLIP_RANGE = ("clip_low", "clip_high")

@@ -65,7 +65,7 @@ def plot_by_rate(results: StudyResults, task: str) -> Figure | None:
     return figure
 
 
-def plot_comparison(results: StudyResults, task: str) -> Figure | None:
+def plot_comparison(results: StudyResults, task: str, by_generations: bool = False) -> Figure | None:
     """Draws held-out reward and correct clusters over training steps, with a row of panels per learning rate.
 
     Lines are means over finished runs. Shaded bands extend from the lowest to the highest run. Returns None if no
@@ -74,7 +74,12 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
     Args:
       results: Results of the study.
       task: Name of the task.
+      by_generations: Whether the horizontal axis is the number of responses that were generated for training, as mean
+        over seeds, instead of the training step. Returns None if it is the same for all runs.
     """
+    runs = [one for one in results.results if one.key.task == task and one.state.is_finished]
+    if by_generations and len({max(one.generations_drawn.items()) for one in runs}) < 2:
+        return None
     metrics = [name for name in (REWARD, CORRECT_OF_8, CORRECT_OF_64) if name in results.metrics(task)]
     learning_rates = [
         rate for rate in results.learning_rates if any(results.of((task, method, rate)) for method in results.methods)
@@ -85,18 +90,15 @@ def plot_comparison(results: StudyResults, task: str) -> Figure | None:
     with figures.panels(len(learning_rates) * len(metrics), len(metrics), _PANEL, **shared) as (figure, panels):
         for axes, (rate, metric) in zip(panels, itertools.product(learning_rates, metrics), strict=True):
             for method, style in line_styles(results).items():
-                draw_band(
-                    axes,
-                    [figures.series(run.rows, metric) for run in results.of((task, method, rate))],
-                    style,
-                    marked=True,
-                )
+                cell = results.of((task, method, rate))
+                curves = [figures.series(run.rows, metric) for run in cell]
+                draw_band(axes, curves, style, True, [run.generations_drawn for run in cell] if by_generations else ())
             axes.set_title(describe(metric).title)
             if metric == metrics[0] and len(learning_rates) > 1:
                 axes.set_ylabel(f"learning rate {rate:g}")
             if describe(metric).unit_axis:
                 figures.unit_axis(axes, "y")
-        figures.step_axes(panels)
+        figures.step_axes(panels, "generations drawn" if by_generations else "training step")
         for axes in panels[: -len(metrics)]:
             axes.set_xlabel("")
         add_legend(figure, results)
@@ -217,7 +219,13 @@ def _panels(
     return figure
 
 
-def draw_band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], marked: bool) -> None:
+def draw_band(
+    axes: Axes,
+    seeds: Sequence[Curve],
+    style: Mapping[str, Any],
+    marked: bool,
+    places: Sequence[Mapping[int, int]] = (),
+) -> None:
     """Draws the mean and range over seeds, at the positions that all seeds have.
 
     Args:
@@ -225,6 +233,8 @@ def draw_band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], mark
       seeds: Positions and values of each seed.
       style: Line style of the method.
       marked: Whether to draw markers. If False, values are smoothed.
+      places: Places of the positions on the horizontal axis, for each seed. The band is drawn at their mean. If empty,
+        it is drawn at the positions.
     """
     seeds = [seed for seed in seeds if len(seed[0])]
     if not seeds:
@@ -236,6 +246,8 @@ def draw_band(axes: Axes, seeds: Sequence[Curve], style: Mapping[str, Any], mark
     if not marked:
         table = np.stack([figures.smooth(values) for values in table])
     line = {name: style[name] for name in ("color", "linestyle", "linewidth")}
+    if places:
+        steps = np.array([np.mean([of_seed[step] for of_seed in places]) for step in steps.tolist()])
     # Hollow markers remain visible when they overlap.
     line |= {"marker": style["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
     axes.plot(steps, table.mean(axis=0), **line)

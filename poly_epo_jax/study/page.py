@@ -36,6 +36,10 @@ FRONTIER = (
 )
 BY_RATE = "The metrics of the frontier by learning rate. Bottom row: differences from the baseline, paired by seed."
 PASS_AT_K = "Fraction of held-out problems that at least one of k attempts solves. Shaded: range over seeds."
+BY_GENERATIONS = (
+    "Held-out metrics by the number of responses that were generated for training, including the responses to prompts "
+    "that the update does not train on. Both axes: means over finished seeds. Shaded: range over seeds."
+)
 CURVES = "Lines are means over finished seeds, smoothed for metrics of each step. Shaded: range over seeds."
 BRANCHING = "Number of distinct prefixes of a problem's generations at each token position. Shaded: range over seeds."
 
@@ -43,7 +47,7 @@ BRANCHING = "Number of distinct prefixes of a problem's generations at each toke
 def write_study_report(folder: Path) -> Path:
     """Writes report/report.html in the folder of a study, with the current results of its runs, and returns its path.
 
-    Also writes the tables as Markdown, and two figures per task as PNG and PDF.
+    Also writes the tables as Markdown, and figures of each task as PNG and PDF.
 
     Raises:
       ValueError: If the folder does not contain a study, or one of its files is corrupted.
@@ -60,6 +64,7 @@ def write_study_report(folder: Path) -> Path:
         for name, figure in {
             "frontier": plot_frontier(results, task),
             "comparison": figures.plot_comparison(results, task),
+            "generations": figures.plot_comparison(results, task, by_generations=True),
         }.items():
             if figure is not None:
                 save(figure, page.parent, f"{name}-{task}")
@@ -90,6 +95,7 @@ def _task(results: StudyResults, task: str) -> str:
         _results_table(results, task),
         _figure("By learning rate", BY_RATE, figures.plot_by_rate(results, task), task),
         _figure("Held-out pass@k", PASS_AT_K, figures.plot_pass_at_k(results, task), task),
+        _figure("By generations drawn", BY_GENERATIONS, figures.plot_comparison(results, task, True), task),
         f"<h3>During training</h3><p class='muted'>{CURVES}</p>",
     ]
     for metric in (*COMPARED, *drawn_metrics()):

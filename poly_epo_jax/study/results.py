@@ -1,6 +1,7 @@
 """Reads the current results of a study from its folder. Does not require JAX."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,14 @@ class Result:
     def cell(self) -> Cell:
         """Task, method and learning rate."""
         return self.key.task, self.key.method, self.key.rate
+
+    @property
+    def generations_drawn(self) -> dict[int, int]:
+        """Number of responses that were generated for training, by the number of completed steps."""
+        drawn = {row["step"]: row["data/drawn"] for row in self.rows if "data/drawn" in row}
+        totals = itertools.accumulate(drawn.values())
+        of_prompt = self.config.get("train", {}).get("num_generations", 0)
+        return {0: 0} | {step: int(total) * of_prompt for step, total in zip(drawn, totals, strict=True)}
 
     def at_end(self, metric: str) -> float | None:
         """Returns the last value of a metric, or None if there is none.

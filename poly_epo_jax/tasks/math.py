@@ -1,10 +1,12 @@
 r"""Mathematics problems from any dataset, rewarded if the answer in the last `\boxed{}` of the response is correct."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
-from poly_epo_jax.config.checks import NOT_EMPTY, Range
+from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY, Range
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, load_problems, prompted
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
@@ -26,6 +28,10 @@ class MathTask:
       id_column: Column that contains the problem id.
       answer_marker: Text before the answer in a worked solution, such as "####" in GSM8K. Empty if the answer column
         contains only answers.
+      keep: results.json of an evaluation on the training problems. If not empty, training only uses the problems whose
+        pass rate in this file lies in [`keep_min`, `keep_max`].
+      keep_min: Minimum pass rate. The default excludes problems without a correct response.
+      keep_max: Maximum pass rate. The default excludes problems with only correct responses.
       template: Prompt text that contains `{problem}` once. If empty, the prompt is the chat message `MESSAGE`. The
         template may contain control tokens. Their names in a problem are encoded as plain text.
       num_workers: Number of processes that compare answers. 0 starts one for every two CPU cores that this process
@@ -37,8 +43,8 @@ class MathTask:
       dropped: Numbers of problems that were removed from "train" and "held_out", by reason.
 
     Raises:
-      ValueError: If a source is malformed, two problems of one part have the same id, or `template` does not contain
-        `{problem}` exactly once.
+      ValueError: If a source or `keep` is malformed, two problems of one part have the same id, or `template` does
+        not contain `{problem}` exactly once.
       OSError: If a source is missing or unreachable, or if a process that compares answers cannot start.
     """
 
@@ -48,6 +54,9 @@ class MathTask:
     answer_column: str = "answer"
     id_column: str = "id"
     answer_marker: str = ""
+    keep: str = ""
+    keep_min: Annotated[float, FRACTION] = 1e-6
+    keep_max: Annotated[float, FRACTION] = 1 - 1e-6
     template: str = ""
     num_workers: Annotated[int, Range(0, 1024)] = 0
     cpu_seconds: Annotated[float, Range(0.1, 3600)] = 2.0
@@ -62,6 +71,9 @@ class MathTask:
         sources = [self.held_out] if isinstance(self.held_out, str) else self.held_out
         held_out, dropped_held_out = self._load([source for source in sources if source])
         train, dropped_train = self._load([self.train], held_out)
+        if self.keep:
+            train, outside = _with_pass_rate(train, Path(self.keep), self.keep_min, self.keep_max)
+            dropped_train += outside
         self.dropped = {"train": dropped_train, "held_out": dropped_held_out}
         self.train_problems, self.held_out_problems = (
             tuple(prompted(problem, self.template, MESSAGE) for problem in part) for part in (train, held_out)
@@ -95,3 +107,20 @@ class MathTask:
         loaded = [load_problems(source, *columns) for source in sources]
         kept, dropped = clean_problems([one for part, _ in loaded for one in part], self.same_answer, held_out)
         return kept, sum((unusable for _, unusable in loaded), start=dropped)
+
+
+def _with_pass_rate(
+    problems: Sequence[Problem], file: Path, minimum: float, maximum: float
+) -> tuple[list[Problem], Dropped]:
+    """Returns the problems whose pass rate in an evaluation's results.json is in a range, and counts the others."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["per_problem"]
+        rates = {str(row["problem"]): row["num_correct"] / row["num_generations"] for row in rows}
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        raise ValueError(
+            f"task.options.keep={file} has no pass rates of problems; set it to results.json of an evaluation on the "
+            "training problems."
+        ) from None
+    kept = [problem for problem in problems if minimum <= rates.get(problem.id, -1) <= maximum]
+    missing = sum(problem.id not in rates for problem in problems)
+    return kept, Dropped(pass_rate=len(problems) - len(kept) - missing, no_pass_rate=missing)

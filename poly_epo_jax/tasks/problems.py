@@ -29,6 +29,8 @@ class Dropped:
       duplicates: Number of additional copies of problems with usable answers, whether or not the answers agree.
       conflicting: Number of different problems whose copies have conflicting answers.
       held_out: Number of different problems without conflicting answers that are also held-out problems.
+      pass_rate: Number of problems whose pass rate is outside the configured range.
+      no_pass_rate: Number of problems that the table of pass rates does not contain.
     """
 
     no_answer: int = 0
@@ -37,6 +39,8 @@ class Dropped:
     duplicates: int = 0
     conflicting: int = 0
     held_out: int = 0
+    pass_rate: int = 0
+    no_pass_rate: int = 0
 
     def __add__(self, other: "Dropped") -> "Dropped":
         """Adds the numbers of two parts of the data."""

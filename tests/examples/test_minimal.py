@@ -115,7 +115,7 @@ def test_a_step_equals_the_trainers_step(config: Config, task: PolynomialTask, p
     features = batch_features(graded)
     np.testing.assert_array_equal(rewards, features["rewards"])
     np.testing.assert_array_equal(same_cluster(clusters), same_cluster(features["clusters"]))
-    trainers_advantages = make_advantages(config.algo, config.seed)(1, features)
+    trainers_advantages = make_advantages(config.algo, config.seed)(1, problems, features)
     np.testing.assert_allclose(advantages, trainers_advantages, atol=1e-6)
     advantages, trainers_advantages = advantages * scale, trainers_advantages * scale
 

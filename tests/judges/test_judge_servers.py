@@ -99,7 +99,7 @@ def judged(judge: LLMJudge) -> Clustering:
 
         await judge.wait_until_ready()
         await judge_identity(judge)
-        graded, _ = await grade_groups(groups(), PROBLEMS[:1], ByLetter(), judge)
+        graded = await grade_groups(groups(), PROBLEMS[:1], ByLetter(), judge)
         check_failed_fraction(graded, 0.25)
         assert cluster_ids(graded).tolist() == [[1, 2]] and isinstance(graded[0].clustering, Clustering)
         return graded[0].clustering

@@ -9,14 +9,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from fakes import TINY_MODEL, optimizer_config, tiny_params, tiny_problems
+from fakes import TINY_MODEL, optimizer_config, tiny_params
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model.checkpoint import CheckpointError, Checkpoints, _other_arrays, _same_content
 from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.parallel.sharding import make_mesh
-from poly_epo_jax.rollouts.prompts import problem_batches
 from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.update import PolicyUpdate
@@ -124,26 +123,6 @@ def test_a_checkpoint_without_frozen_weights_requires_the_same_frozen_weights(tm
     with pytest.raises(ConfigError, match=r"other frozen weights than those in \S+/base; .* model\.path"):
         checkpoints.restore_latest(lambda step: checkpoints.restore(step, *like, other))
     checkpoints.close()
-
-
-def test_resume_restores_the_data_position(tmp_path):
-    problems = tiny_problems(10, 4)
-    state = {"x": np.arange(3.0)}
-    batches = problem_batches(problems, 4, seed=3)
-    for _ in range(2):
-        next(batches)  # 8 of 10 problems, so that the next batch crosses an epoch boundary
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(2, state, batches.get_state())
-    expected = [next(batches) for _ in range(7)]
-    checkpoints.close()
-
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    _, data_state = checkpoints.restore(2, state, {"x": ON_ONE_DEVICE})
-    checkpoints.close()
-    again = problem_batches(problems, 4, seed=3)
-    again.set_state(data_state)
-    assert [next(again) for _ in range(7)] == expected
-    assert {problem.id for batch in expected for problem in batch} == {problem.id for problem in problems}
 
 
 def steps_on_disk(folder):

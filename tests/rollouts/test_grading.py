@@ -10,8 +10,9 @@ import pytest
 from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 
 from poly_epo_jax.judges.answer import AnswerJudge
+from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.grading import JudgeError, check_failed_fraction, cluster_ids, grade_groups, usable_groups
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Generation, Group, JudgeFailure, Metrics, Problem
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Generation, Group, JudgeFailure, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -21,7 +22,7 @@ async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
 
 def test_results_have_the_order_of_the_problems():
     groups = [group(PROBLEMS[i], texts) for i, texts in ((2, "ab"), (0, "ca"), (1, "dd"))]
-    graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge()))
+    graded = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge()))
     assert [one.group for one in graded] == [groups[1], groups[2], groups[0]]
     np.testing.assert_array_equal([one.rewards for one in graded], [[0, 1], [0, 0], [1, 0]])
     np.testing.assert_array_equal(cluster_ids(graded), [[2, 0], [3, 3], [0, 1]])
@@ -32,7 +33,7 @@ def test_a_repeated_problem_has_two_results():
     problems = [PROBLEMS[1], PROBLEMS[0], dataclasses.replace(PROBLEMS[1], occurrence=1)]
     groups = [group(problem, texts) for problem, texts in zip(problems, ("ab", "ca", "dd"), strict=True)]
     for arrived in itertools.permutations(groups):
-        graded, _ = asyncio.run(grade_groups(stream(arrived), problems, ByLetter(), LetterJudge()))
+        graded = asyncio.run(grade_groups(stream(arrived), problems, ByLetter(), LetterJudge()))
         assert [one.group for one in graded] == groups
 
 
@@ -80,7 +81,7 @@ def test_groups_are_judged_concurrently():
 
 def test_judge_failures_keep_their_reason_and_are_excluded():
     groups = [group(problem, "ab") for problem in PROBLEMS]
-    graded, _ = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
+    graded = asyncio.run(grade_groups(stream(groups), PROBLEMS, ByLetter(), LetterJudge(failing=["q"])))
     assert graded[1].clustering == JudgeFailure("broken", "out of order")
     check_failed_fraction(graded, max_failed_fraction=0.34)
     with pytest.raises(JudgeError, match=r"failed on 1 of 3 prompts, .*=0\.33 .* broken \(1 times\)"):
@@ -101,7 +102,7 @@ def test_judge_failures_keep_their_reason_and_are_excluded():
 def test_distinct_clusters_are_strategies_for_any_number_of_responses():
     (graded,) = asyncio.run(
         grade_groups(stream([group(PROBLEMS[0], "a" * 120)]), PROBLEMS[:1], ByLetter(), LetterJudge([PROBLEMS[0].id]))
-    )[0]
+    )
     (ids,) = cluster_ids(usable_groups([graded], True, "distinct"))
     assert len(set(ids.tolist())) == 120 and DEGENERATE_CLUSTER not in ids
 
@@ -116,7 +117,7 @@ def test_the_task_determines_which_rewards_are_correct():
 
     for task, expected in ((Tenths(), [True, False, False, False]), (Lenient(), [True, True, False, False])):
         groups = stream([group(PROBLEMS[0], "abcd")])
-        ((graded,), _) = asyncio.run(grade_groups(groups, PROBLEMS[:1], task, LetterJudge()))
+        (graded,) = asyncio.run(grade_groups(groups, PROBLEMS[:1], task, LetterJudge()))
         assert graded.correct.tolist() == expected and graded.correct.dtype == bool
 
 
@@ -154,7 +155,9 @@ def test_errors_that_asyncio_cannot_raise_end_the_step(error: type[BaseException
 def test_the_overlap_of_judging_and_generation_is_measured(now: list[float]):
     """The judge takes 4 s. During the first second, the next prompt is still being generated."""
 
-    async def main() -> Metrics:
+    clock = StageClock()
+
+    async def main() -> None:
         is_judging, is_generated = asyncio.Event(), asyncio.Event()
 
         async def generate() -> AsyncIterator[Group]:
@@ -172,8 +175,10 @@ def test_the_overlap_of_judging_and_generation_is_measured(now: list[float]):
                     now[0] += 3
                 return await super().cluster(group)
 
-        return (await grade_groups(generate(), PROBLEMS, ByLetter(), Slow()))[1]
+        await grade_groups(generate(), PROBLEMS, ByLetter(), Slow(), clock=clock)
 
-    timing = asyncio.run(main())
-    assert timing.keys() == {"seconds/generate", "seconds/grade", "seconds/judge", "judge/overlap_fraction"}
-    assert (timing["seconds/generate"], timing["seconds/judge"], timing["judge/overlap_fraction"]) == (1, 4, 0.25)
+    asyncio.run(main())
+    seconds = clock.seconds()
+    assert seconds.keys() == {"seconds/generate", "seconds/grade", "seconds/judge"}
+    assert (seconds["seconds/generate"], seconds["seconds/judge"]) == (1, 4)
+    assert clock.overlap_fraction("judge", "generate") == 0.25

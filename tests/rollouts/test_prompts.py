@@ -1,8 +1,9 @@
-"""Tests encoded prompts, and batches of problems: every epoch contains every problem, and positions can be restored."""
+"""Tests encoded prompts, and the order of problems: every epoch contains every problem, and positions are exact."""
 
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.policy import open_policy
 from poly_epo_jax.model.presets import preset_config
-from poly_epo_jax.rollouts.prompts import encode_prompts, problem_batches
+from poly_epo_jax.rollouts.prompts import ProblemOrder, encode_prompts
 from poly_epo_jax.startup import base_policy
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.tasks import MathTask
@@ -22,59 +23,46 @@ from poly_epo_jax.types import Problem
 PROBLEMS = [Problem(id=str(i), prompt=f"{i}:", answer=str(i)) for i in range(10)]
 
 
-def drawn(batches, count: int) -> list[list[str]]:
-    return [[problem.id for problem in batch] for batch in itertools.islice(batches, count)]
+def ids(problems: Sequence[Problem]) -> list[str]:
+    return [problem.id for problem in problems]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 7, 10])
-def test_every_epoch_contains_every_problem_once(batch_size: int):
-    """Includes epochs that end within a batch."""
-    batches = drawn(problem_batches(PROBLEMS, batch_size, seed=0), 3 * len(PROBLEMS))
-    assert all(len(batch) == batch_size for batch in batches)
-    order = list(itertools.chain(*batches))[: 3 * len(PROBLEMS)]
+def test_every_epoch_contains_every_problem_once():
+    order = ids(ProblemOrder(PROBLEMS, 3, seed=0).draw(0, 3 * len(PROBLEMS)))
     epochs = [order[start : start + len(PROBLEMS)] for start in range(0, len(order), len(PROBLEMS))]
-    every = sorted(problem.id for problem in PROBLEMS)
-    assert [sorted(epoch) for epoch in epochs] == [every] * 3
+    assert [sorted(epoch) for epoch in epochs] == [sorted(ids(PROBLEMS))] * 3
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_batches_contain_the_original_problem_objects():
-    batch = next(problem_batches(PROBLEMS, 4, seed=0))
-    assert isinstance(batch, list)
-    assert all(problem is PROBLEMS[int(problem.id)] for problem in batch)
+@pytest.mark.parametrize("start", [0, 1, 4, 9, 10, 23])
+def test_the_position_determines_the_problems(start: int):
+    order = ids(ProblemOrder(PROBLEMS, 3, seed=1).draw(0, 40))
+    assert ids(ProblemOrder(PROBLEMS, 7, seed=1).draw(start, 12)) == order[start : start + 12]
 
 
-def test_repeated_problems_in_a_batch_differ_in_occurrence():
-    batches = list(itertools.islice(problem_batches(PROBLEMS, 7, seed=0), 40))
-    counted = [[(problem.id, problem.occurrence) for problem in batch] for batch in batches]
-    assert all(len(set(batch)) == 7 for batch in counted)
-    assert any((name, 1) in batch for batch in counted for name, _ in batch)
-    assert all(batch.index((name, 0)) < batch.index((name, 1)) for batch in counted for name, time in batch if time)
-    assert all(problem == PROBLEMS[int(problem.id)] for batch in batches for problem in batch)
+def test_the_original_problem_objects_are_drawn():
+    assert all(problem is PROBLEMS[int(problem.id)] for problem in ProblemOrder(PROBLEMS, 4, seed=0).draw(0, 4))
+
+
+def test_repeated_problems_in_a_step_differ_in_occurrence():
+    """A step may draw more problems than an epoch has."""
+    order = ProblemOrder(PROBLEMS, 7, seed=0)
+    for position, count in itertools.product((0, 4, 17), (7, 25)):
+        drawn = order.draw(position, count)
+        counted = [(problem.id, problem.occurrence) for problem in drawn]
+        assert len(set(counted)) == count and all(problem == PROBLEMS[int(problem.id)] for problem in drawn)
+        assert all(counted.index((name, time - 1)) < counted.index((name, time)) for name, time in counted if time)
+        assert order.draw(position, count - 3) == drawn[:-3]
 
 
 def test_the_order_depends_on_the_seed():
-    first, again, other = (drawn(problem_batches(PROBLEMS, 5, seed), 4) for seed in (0, 0, 1))
+    first, again, other = (ids(ProblemOrder(PROBLEMS, 5, seed).draw(0, 20)) for seed in (0, 0, 1))
     assert first == again != other
-
-
-@pytest.mark.parametrize("seen", [0, 1, 3, 4, 11])
-def test_a_saved_position_is_restored_exactly(seen: int):
-    """The position is serialized as JSON, as in a checkpoint."""
-    batches = problem_batches(PROBLEMS, 3, seed=1)
-    drawn(batches, seen)
-    state = json.loads(json.dumps(batches.get_state()))
-    rest = drawn(batches, 8)
-
-    resumed = problem_batches(PROBLEMS, 3, seed=1)
-    drawn(resumed, 5)
-    resumed.set_state(state)
-    assert drawn(resumed, 8) == rest
 
 
 def test_too_few_problems_raise_an_error():
     with pytest.raises(ValueError, match=r"batch=11, .* only 10 .* fit train.max_prompt_tokens; raise"):
-        problem_batches(PROBLEMS, 11, seed=0)
+        ProblemOrder(PROBLEMS, 11, seed=0)
 
 
 VOCAB_SIZE, IM_START, IM_END, THINK = 151_936, 151_644, 151_645, 151_667

@@ -9,19 +9,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import PROBLEMS, ByLetter, LetterJudge, RandomLetters, group, unchecked
+from fakes import PROBLEMS, ByLetter, LetterJudge, group, unchecked
+from tiny_training import tiny_config, tiny_experience
 
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.doctor import judge as doctor_judge
-from poly_epo_jax.experience import Experience
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.rollouts.grading import cluster_ids, grade_groups
-from poly_epo_jax.rollouts.prompts import problem_batches
-from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Sampling, Task
+from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Task
 
 RATIONALES = ("One.", "Two.")
 
@@ -31,7 +29,7 @@ def graded(task: Task | None = None, judge: Judge | None = None, texts: str = "a
         yield group(PROBLEMS[0], texts)
 
     grading = grade_groups(stream(), PROBLEMS[:1], task or ByLetter(), judge or LetterJudge())
-    return asyncio.run(grading)[0][0]
+    return asyncio.run(grading)[0]
 
 
 class Rewarding(ByLetter):
@@ -225,18 +223,10 @@ class CountingJudge(Counts, LetterJudge):
 
 def counts(of_task: Any, of_judge: Any = {}) -> dict[str, float]:  # noqa: B006
     task = CountingTask(of_task)
-    experience = Experience(
-        *(RandomLetters().rollouts(task), task, CountingJudge(of_judge), problem_batches(PROBLEMS, 3, seed=0), 2),
-        sampling=lambda step: Sampling(2, seed=step),
-        last_step=1,
-        staleness=0,
-        reads_judge=True,
-        max_failed_fraction=0.0,
-        timeline=Timeline(),
-    )
+    experience = tiny_experience(tiny_config(), None, task, CountingJudge(of_judge))
 
     async def batch() -> dict[str, float]:
-        return (await experience.batch(1)).counts
+        return (await experience.batch(1, 0)).counts
 
     return asyncio.run(batch())
 

@@ -18,6 +18,7 @@ LAST_STEP, CHECKPOINT_EVERY = 24, 5
 CHANGES = {
     "algo.num_sets": 20,  # sets are sampled with a key, which must be the same after a restart
     "algo.kl_coef": 0.01,  # requires the same initial policy after a restart
+    "train.refill": True,
     "train.num_steps": LAST_STEP,
     "checkpoint.every": CHECKPOINT_EVERY,
     "eval.every": 8,

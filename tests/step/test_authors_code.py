@@ -15,6 +15,7 @@ from configs import polaris
 from poly_epo_jax import set_rl
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.step.advantages import make_advantages, make_loss
+from poly_epo_jax.types import Problem
 
 if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
     import torch  # pyright: ignore[reportMissingImports]
@@ -70,7 +71,7 @@ def test_advantages_loss_and_gradient_are_those_of_the_authors_code(method: str)
     def loss_and_gradient(logprobs, *arrays):
         return jax.value_and_grad(lambda logprobs: our_loss(set_rl.Tokens(logprobs, *arrays))[0])(logprobs)
 
-    clipped = 0
+    clipped, problems = 0, [Problem(str(place), "", "") for place in range(P)]
     for seed in range(100):
         rng = np.random.default_rng(seed)
         rewards = (rng.random((P, N)) < rng.random((P, 1))).astype(np.float32)
@@ -79,7 +80,7 @@ def test_advantages_loss_and_gradient_are_those_of_the_authors_code(method: str)
         old_logprobs = -rng.exponential(1.0, (P * N, T)).astype(np.float32)
         logprobs = old_logprobs + rng.normal(0, 0.8, (P * N, T)).astype(np.float32)
 
-        found = our_advantages(seed, {"rewards": rewards, "clusters": clusters.astype(np.int32)})
+        found = our_advantages(seed, problems, {"rewards": rewards, "clusters": clusters.astype(np.int32)})
         groups = zip(torch.tensor(rewards).double(), torch.tensor(clusters), strict=True)
         expected = torch.stack([REFERENCE[method](*group) for group in groups])
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

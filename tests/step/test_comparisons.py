@@ -44,9 +44,11 @@ async def generate() -> AsyncIterator[Group]:
 def minibatches(names: str) -> list[list[PackedBatch]]:
     """Returns the minibatches of a batch of four prompts. The judge fails on one of them."""
     config = read_config(polaris.get_config(names))
-    graded, _ = asyncio.run(grade_groups(generate(), FOUR_PROBLEMS, ByLetter(), LetterJudge(["q"])))
+    graded = asyncio.run(grade_groups(generate(), FOUR_PROBLEMS, ByLetter(), LetterJudge(["q"])))
     usable = usable_groups(graded, make_estimator(config.algo).reads_judge, config.judge.on_failure)
-    advantages = make_advantages(config.algo, config.seed)(1, batch_features(usable))
+    advantages = make_advantages(config.algo, config.seed)(
+        1, [graded.group.problem for graded in usable], batch_features(usable)
+    )
     rows = partial(pack, row_tokens=20, rows_per_microbatch=2)
     packer = MinibatchPacker(
         updates_per_step(config.train), rows, config.algo.length_normalization, config.sampling.max_tokens

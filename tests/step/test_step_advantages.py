@@ -1,5 +1,6 @@
 """Estimators and losses compute the values of set_rl with the configured options."""
 
+import dataclasses
 import inspect
 import math
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.config.keys import AlgoSection
+from poly_epo_jax.rollouts.groups import generation_seeds
 from poly_epo_jax.step.advantages import ADVANTAGES, Estimator, make_advantages, make_estimator, make_loss
+from poly_epo_jax.types import Problem
 
 P, N, SET_SIZE, NUM_SETS = 5, 7, 3, 20
 SEED, STEP = 5, 3
-KEY = jax.random.fold_in(jax.random.key(SEED), STEP)
+PROBLEMS = [Problem(str(i), "", "") for i in range(P)]
 
 
 def algo(**changes: Any) -> AlgoSection:
@@ -34,11 +37,12 @@ def graded() -> tuple[np.ndarray, np.ndarray]:
 
 def advantages_of(section: AlgoSection, rewards: np.ndarray, clusters: np.ndarray, step: int = STEP) -> np.ndarray:
     features = {"rewards": rewards, "clusters": clusters, "lengths": np.ones((P, N), np.int32)}
-    return make_advantages(section, SEED)(step, features)
+    return make_advantages(section, SEED)(step, PROBLEMS, features)
 
 
 def sampled(rewards: np.ndarray, clusters: np.ndarray) -> jax.Array:
-    sets = jnp.stack([set_rl.sample_sets(key, N, SET_SIZE, NUM_SETS) for key in jax.random.split(KEY, P)])
+    keys = [jax.random.fold_in(jax.random.key(SEED), generation_seeds(STEP, problem, 1)[0]) for problem in PROBLEMS]
+    sets = jnp.stack([set_rl.sample_sets(jax.random.split(key, 1)[0], N, SET_SIZE, NUM_SETS) for key in keys])
     return set_rl.marginal_set_advantages(set_rl.polychromic, sets, rewards=rewards, clusters=clusters)
 
 
@@ -79,6 +83,23 @@ def test_sets_are_sampled_independently_per_prompt(graded):
     assert len(np.unique(advantages, axis=0)) == P
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_sets": NUM_SETS}, {"advantages": "grpo"}, {"advantages": "set_dpp"}], ids=str
+)
+def test_advantages_of_a_prompt_do_not_depend_on_the_batch(graded, changes):
+    """Sampled sets are keyed by the problem and its occurrence. The comparison is exact."""
+    function, (rewards, clusters) = make_advantages(algo(**changes), SEED), graded
+    embeddings = np.random.default_rng(0).normal(size=(P, N, 3)).astype(np.float32)
+    features = {"rewards": rewards, "clusters": clusters, "embeddings": embeddings}
+    expected = function(STEP, PROBLEMS, features)
+    for chosen in ([3], [4, 0], [2, 1, 0, 4, 3]):
+        part = {name: feature[chosen] for name, feature in features.items()}
+        found = function(STEP, [PROBLEMS[i] for i in chosen], part)
+        np.testing.assert_array_equal(found, expected[chosen])
+    again = function(STEP, [dataclasses.replace(problem, occurrence=1) for problem in PROBLEMS], features)
+    assert np.array_equal(again, expected) == ("num_sets" not in changes)
+
+
 def test_sampling_all_sets_equals_the_closed_form(graded):
     all_sets = advantages_of(algo(num_sets=35), *graded)
     np.testing.assert_allclose(all_sets, advantages_of(algo(), *graded), rtol=1e-5, atol=1e-6)
@@ -90,7 +111,7 @@ def test_advantages_of_another_shape_are_rejected(graded, monkeypatch, columns):
         return Estimator(lambda key, features: jnp.asarray(features["rewards"])[:, columns], ("rewards",), "Partial")
 
     monkeypatch.setitem(ADVANTAGES, "partial", factory)
-    with pytest.raises(ValueError, match=rf"^Partial computed advantages of shape \({P},.* instead of \({P}, {N}\); "):
+    with pytest.raises(ValueError, match=rf"^Partial computed advantages of shape \(1,.* instead of \(1, {N}\); "):
         advantages_of(algo(advantages="partial"), *graded)
 
 
@@ -100,7 +121,7 @@ def test_non_finite_advantages_are_rejected(graded, monkeypatch, value):
         return jnp.full(len(rewards), value)
 
     monkeypatch.setitem(set_rl.OBJECTIVES, "endless", set_rl.Objective(score, "Endless"))
-    with pytest.raises(ValueError, match=rf"^Endless .*non-finite advantage for prompt \d+ of step {STEP};"):
+    with pytest.raises(ValueError, match=rf"^Endless .*non-finite advantage for problem 0 of step {STEP};"):
         advantages_of(algo(objective="endless"), *graded)
 
 
@@ -227,7 +248,8 @@ def test_every_baseline_is_registered_with_its_options(key, graded):
         "lengths": np.ones((P, N), np.int32),
     }
     arrays = [features[name] for name in ("rewards", other) if name]
-    found = [make_advantages(algo(advantages=key, options=chosen), SEED)(STEP, features) for chosen in ({}, options)]
+    sections = [algo(advantages=key, options=chosen) for chosen in ({}, options)]
+    found = [make_advantages(section, SEED)(STEP, PROBLEMS, features) for section in sections]
     for advantages, numbers in zip(found, (defaults, options), strict=True):
         np.testing.assert_allclose(advantages, function(*arrays, **numbers), rtol=1e-4, atol=1e-5)
     assert not options or np.abs(found[0] - found[1]).max() > 1e-3
@@ -253,7 +275,9 @@ def test_focal_weights(name: str, gamma: float):
     rng = np.random.default_rng(0)
     rewards = np.concatenate([np.ones((1, 8)), np.zeros((1, 8)), rng.integers(0, 2, (6, 8))]).astype(np.float32)
     features = {"rewards": rewards, "clusters": rng.integers(0, 4, (8, 8)).astype(np.int32)}
-    plain, focal = (make_advantages(algo(advantages=name, focal_gamma=g), SEED)(STEP, features) for g in (0.0, gamma))
+    problems = [Problem(str(i), "", "") for i in range(8)]
+    sections = [algo(advantages=name, focal_gamma=value) for value in (0.0, gamma)]
+    plain, focal = (make_advantages(section, SEED)(STEP, problems, features) for section in sections)
     expected = [row * (1 - reward.mean()) ** gamma for row, reward in zip(plain, rewards, strict=True)]
     np.testing.assert_allclose(focal, expected, rtol=1e-6, atol=1e-7)
     assert not focal[0].any() and np.abs(plain - focal).max() > 0.01

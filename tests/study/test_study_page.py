@@ -1,6 +1,7 @@
 """Tests of study reports: figures, tables, unfinished runs, and a self-contained page."""
 
 import base64
+import dataclasses
 import itertools
 import json
 import re
@@ -62,7 +63,13 @@ def text_of(page: str) -> str:
 def test_all_logged_metrics_are_drawn_and_explained(page: str):
     drawn = svgs(page)
     logged = [describe(metric) for metric in (*COMPARED, *drawn_metrics()) if metric != "policy/reference_kl"]
-    expected = ["Frontier", "By learning rate", "Held-out pass@k", *(metric.title for metric in logged)]
+    expected = [
+        "Frontier",
+        "By learning rate",
+        "Held-out pass@k",
+        "By generations drawn",
+        *(metric.title for metric in logged),
+    ]
     expected += ["pass@k on polynomial", "Branching on polynomial"]
     assert list(drawn) == [f"{title}: polynomial" for title in expected]
     assert all(metric.meaning in page for metric in logged)
@@ -120,6 +127,20 @@ def test_comparison_shows_means_of_finished_runs(folder: Path):
         "",
     ]
     assert [float(np.asarray(line.get_ydata())[-1]) for line in drawn.axes[1].lines] == pytest.approx([6.4, 1.2, 6.4])
+
+
+def test_methods_are_compared_by_generations_drawn(folder: Path):
+    """Places are means over seeds, whose runs draw 32 or 48 prompts per step, plus their seed."""
+    results = read_results(folder)
+    drawn, by_step = (figures.plot_comparison(results, "polynomial", by) for by in (True, False))
+    assert drawn is not None and by_step is not None
+    for method, line, other in zip(results.methods, drawn.axes[0].lines, by_step.axes[0].lines, strict=True):
+        per_step = 8 * ((48 if method == "grpo" else 32) + 1)
+        np.testing.assert_array_equal(xs(line), per_step * np.arange(0, NUM_STEPS + 1, 5))
+        np.testing.assert_array_equal(line.get_ydata(), other.get_ydata())
+    assert drawn.axes[-1].get_xlabel() == "generations drawn"
+    alone = [one for one in results.results if (one.key.method, one.key.seed) == ("grpo", 0)]
+    assert figures.plot_comparison(dataclasses.replace(results, results=alone), "polynomial", True) is None
 
 
 def test_unfinished_runs_are_marked_with_their_errors(page: str):

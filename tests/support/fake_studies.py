@@ -69,7 +69,8 @@ def write_fake_run(folder: Path, run_key: RunKey, num_steps: int = NUM_STEPS) ->
             row |= {f"eval/pass@{k}": 1 - (1 - reward) ** k for k in (1, 2, 4, 8)}
         if step:
             row |= {"reward": 0.6 + 0.3 * progress, "solved": 0.9, "clusters/correct": 4.0, "clusters/incorrect": 2.0}
-            row |= {"train/ever_solved": 80.0 * step + run_key.seed}
+            row |= {"train/ever_solved": 80.0 * step + run_key.seed, "data/with_signal": 30.0}
+            row |= {"data/drawn": (48.0 if run_key.method == "grpo" else 32.0) + run_key.seed}
             row |= {"response/length": 11.9184, "response/truncated": 0.01, "policy/kl": 1e-4, "policy/entropy": 0.5}
             row |= {
                 "policy/gradient_norm": None if step == 3 else 0.2,
@@ -79,7 +80,8 @@ def write_fake_run(folder: Path, run_key: RunKey, num_steps: int = NUM_STEPS) ->
         rows.append(row)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     advantages = "grpo" if run_key.method == "grpo" else run_key.method
-    config = {"seed": run_key.seed, "workdir": str(run), "train": {"num_steps": NUM_STEPS}, "eval": {"every": 5}}
+    config = {"seed": run_key.seed, "workdir": str(run), "eval": {"every": 5}}
+    config |= {"train": {"num_steps": NUM_STEPS, "num_generations": 8}}
     config |= {"algo": {"advantages": advantages}, "optimizer": {"learning_rate": run_key.rate}}
     (run / "config.json").write_text(json.dumps(config))
     (run / "about.json").write_text(json.dumps({"method": run_key.method, "versions": [VERSIONS]}))

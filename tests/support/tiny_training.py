@@ -1,13 +1,12 @@
 """Trains the tiny policy in this process, with components that a test supplies."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from fakes import PROBLEMS, TINY_MODEL, ByLetter, LetterJudge, RandomLetters, on_mesh, tiny_params
 
 from poly_epo_jax.config import default
@@ -20,17 +19,16 @@ from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 from poly_epo_jax.records.run_folder import is_evaluated
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
-from poly_epo_jax.rollouts.prompts import problem_batches
+from poly_epo_jax.rollouts.prompts import ProblemOrder
 from poly_epo_jax.set_rl import Loss
-from poly_epo_jax.step.advantages import Features, make_advantages, make_estimator, make_loss
+from poly_epo_jax.step.advantages import AdvantageFunction, make_advantages, make_estimator, make_loss
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.truncation import Truncation
 from poly_epo_jax.step.update import PolicyUpdate
-from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
-from poly_epo_jax.types import Judge, Metrics, Params, Sampling, Task
+from poly_epo_jax.types import Judge, Metrics, Params, Problem, Sampling, Task
 
 
 def tiny_config(**changes: Any) -> Config:
@@ -38,6 +36,7 @@ def tiny_config(**changes: Any) -> Config:
     config.update_from_flattened_dict(
         {
             "train.num_steps": 2,
+            "train.prompts_per_batch": 3,
             "judge.max_failed_fraction": 1.0,
             "checkpoint.every": 1,
             "eval.every": 2,
@@ -61,7 +60,7 @@ def train_tiny(
     params: Params | None = None,
     loss: Loss | None = None,
     update: PolicyUpdate | None = None,
-    advantages: Callable[[int, Features], np.ndarray] | None = None,
+    advantages: AdvantageFunction | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> tuple[Params, Params]:
     """Trains the tiny policy, for two steps by default. Continues from the last checkpoint in the run folder, if any.
@@ -84,32 +83,20 @@ def train_tiny(
     config, mesh = tiny_config(**(changes or {})), make_mesh(1, 1, 1)
     algo, num_steps, first = config.algo, config.train.num_steps, params or tiny_params()
     update = update or tiny_update(config, loss)
-    task, judge, batches = task or ByLetter(), judge or LetterJudge(failing), problem_batches(PROBLEMS, 3, seed=0)
-    rollouts, timeline, num_generations = (sampler or RandomLetters()).rollouts(task), Timeline(), 8
-    stop, checkpoints = StopSignal(), Checkpoints(run_dir / "checkpoints")
+    task, judge = task or ByLetter(), judge or LetterJudge(failing)
+    experience = tiny_experience(config, sampler, task, judge, advantages)
+    rollouts, stop, checkpoints = experience.rollouts, experience.stop, Checkpoints(run_dir / "checkpoints")
     newest = checkpoints.restore_latest(lambda step: checkpoints.restore(step, update.abstract_state, update.shardings))
-    progress = TrainProgress(0, update.init(first), batches.get_state(), solved=0)
+    progress = TrainProgress(0, update.init(first), position=0, solved=0)
     if newest is not None:
         step, (state, data) = newest
-        batches.set_state(data["batches"])
-        progress = TrainProgress(step, state, data["batches"], int(data["solved"], 16))
+        progress = TrainProgress(step, state, data["position"], int(data["solved"], 16))
     trainer = Trainer(
-        experience=Experience(
-            *(rollouts, task, judge, batches, num_generations),
-            lambda step: Sampling(2, seed=step),
-            last_step=num_steps,
-            staleness=config.train.staleness,
-            reads_judge=make_estimator(algo).reads_judge,
-            max_failed_fraction=config.judge.max_failed_fraction,
-            timeline=timeline,
-            on_failure=config.judge.on_failure,
-            stop=stop,
-        ),
-        advantages=advantages or make_advantages(algo, seed=0),
+        experience=experience,
         truncation=Truncation(algo.truncated, max_tokens=2, coef=algo.overlong_penalty),
         packer=MinibatchPacker(2, partial(pack, row_tokens=8, rows_per_microbatch=4), "max", max_tokens=2),
         update=update,
-        timeline=timeline,
+        timeline=experience.timeline,
         progress=progress,
         reference=on_mesh(tiny_params(), mesh) if algo.kl_coef else None,
         set_size=algo.set_size,
@@ -124,6 +111,30 @@ def train_tiny(
         was_evaluated = is_evaluated(run_dir, progress.step)
         asyncio.run(train(trainer, evaluate, checkpoints, tracker, schedule, was_evaluated))
     return first, saved(run_dir, num_steps)
+
+
+def tiny_experience(
+    config: Config,
+    sampler: RandomLetters | None = None,
+    task: Task | None = None,
+    judge: Judge | None = None,
+    advantages: AdvantageFunction | None = None,
+    problems: Sequence[Problem] = PROBLEMS,
+) -> Experience:
+    """Returns the source of the batches of `train_tiny`."""
+    task = task or ByLetter()
+    return Experience(
+        (sampler or RandomLetters()).rollouts(task),
+        task,
+        judge or LetterJudge(),
+        ProblemOrder(problems, config.train.prompts_per_batch, seed=0),
+        advantages or make_advantages(config.algo, seed=0),
+        lambda step: Sampling(2, seed=step),
+        config.train,
+        config.judge,
+        make_estimator(config.algo).reads_judge,
+        Timeline(),
+    )
 
 
 def tiny_update(config: Config, loss: Loss | None = None) -> PolicyUpdate:

@@ -92,6 +92,27 @@ def test_comparisons_of_reference_answers_are_not_metrics(make: Callable[..., Ma
     assert task.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 0.0}
 
 
+def test_problems_are_kept_by_their_pass_rate(make, tmp_path: Path):
+    """The fourth problem is missing from the table. Counts refer to problems that were not removed before."""
+    counts = [("a", 0), ("b", 3), ("c", 8), ("e", 6)]
+    per_problem = [{"problem": name, "num_correct": count, "num_generations": 8} for name, count in counts]
+    table = tmp_path / "results.json"
+    table.write_text(json.dumps({"per_problem": per_problem}))
+    rows = [{"problem": f"{name}?", "answer": "1", "id": name} for name in "abcde"]
+
+    def kept(**options: float) -> tuple[str, Dropped]:
+        task = make([*rows, rows[1] | {"id": "copy"}], keep=str(table), **options)
+        return "".join(problem.id for problem in task.train_problems), task.dropped["train"]
+
+    assert kept() == ("be", Dropped(duplicates=1, pass_rate=2, no_pass_rate=1))
+    assert kept(keep_min=0.0, keep_max=0.375) == ("ab", Dropped(duplicates=1, pass_rate=2, no_pass_rate=1))
+    assert kept(keep_min=0.5, keep_max=1.0)[0] == "ce"
+    for content in ("[]", "{}", '{"per_problem": [{"problem": "a"}]}', "no JSON"):
+        table.write_text(content)
+        with pytest.raises(ValueError, match=r"task\.options\.keep=.*results\.json has no pass rates"):
+            kept()
+
+
 def test_one_held_out_source_may_be_a_string(make: Callable[..., MathTask]):
     train = make().train
     assert MathTask(train=train, held_out=train).held_out_problems[0].id == "train/1"

@@ -28,16 +28,24 @@ class EmbeddedSampler:
         previous turns, but a sequence is never longer than `max_prompt_tokens` plus the response limit.
       max_concurrent: Maximum number of generations that are decoded at once, rounded up to a multiple of data * fsdp.
         Other generations wait for a free slot.
+      full_batch: Number of generations of a batch, if the size of calls varies. The number of slots of a smaller call
+        is then halved from this number, so that few programs are compiled. 0 gives each call its own number of slots.
     """
 
     def __init__(
-        self, model: Transformer, mesh: Mesh, stop_ids: Sequence[int], max_prompt_tokens: int, max_concurrent: int
+        self,
+        model: Transformer,
+        mesh: Mesh,
+        stop_ids: Sequence[int],
+        max_prompt_tokens: int,
+        max_concurrent: int,
+        full_batch: int = 0,
     ):
         self.config = model.config
         self.mesh = mesh
         self.stop_ids = np.asarray(stop_ids, np.int32)
         self.max_prompt_tokens = max_prompt_tokens
-        self.max_concurrent = max_concurrent
+        self.max_concurrent, self.full_batch = max_concurrent, full_batch
         self._params: Params | None = None
         self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
 
@@ -84,7 +92,11 @@ class EmbeddedSampler:
             for prompt, request in enumerate(requests)
             for seed in request.seeds
         ]
-        num_slots, max_prompts = capacity(self.mesh, self.max_concurrent, len(jobs), len(jobs) // len(requests))
+        size = self.full_batch
+        while len(jobs) <= size // 2:
+            size //= 2
+        num_jobs = max(size, len(jobs))
+        num_slots, max_prompts = capacity(self.mesh, self.max_concurrent, num_jobs, len(jobs) // len(requests))
         return Slots(
             self.config,
             self.weights,

@@ -23,9 +23,11 @@ from flax import nnx
 from samplers import MAX_PROMPT, MAX_TOKENS, MESH, STOP_IDS, generate, make_rollouts, token_ids
 from test_token_sampling import reference_kept
 
-from poly_epo_jax.rollouts.embedded import programs
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts.embedded import programs, sampler
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.embedded.slots import Slots, cache_sizes
-from poly_epo_jax.types import Generation, Problem, Sampler, Sampling
+from poly_epo_jax.types import Generation, Problem, Request, Sampler, Sampling
 
 PROBLEMS = tiny_problems(10, MAX_PROMPT)
 
@@ -288,3 +290,17 @@ def test_a_cancelled_generation_waits_for_its_thread_and_leaves_no_state(rollout
 @pytest.mark.parametrize(("length", "sizes"), [(24, [24]), (192, [24, 48, 96, 144, 192]), (66, [8, 16, 40, 56, 66])])
 def test_cache_sizes(length, sizes):
     assert cache_sizes(length) == sizes
+
+
+def test_calls_of_different_sizes_share_few_numbers_of_slots(monkeypatch: pytest.MonkeyPatch):
+    """Each number of slots compiles another program."""
+    found: list[int] = []
+    monkeypatch.setattr(sampler, "Slots", lambda *arguments, **_: found.append(arguments[7]))
+    monkeypatch.setattr(EmbeddedSampler, "weights", None)
+    for full_batch, expected in ((0, [6, 5, 4, 3, 2, 1]), (4, [6, 5, 4, 4, 2, 1])):
+        embedded = EmbeddedSampler(TINY_MODEL, make_mesh(1, 1, 1), [1], MAX_PROMPT, 512, 8 * full_batch)
+        for count in range(6, 0, -1):
+            prompt = Request("p", np.arange(2, dtype=np.int32), np.arange(8, dtype=np.uint32), MAX_TOKENS)
+            embedded._slots([prompt] * count, Sampling(MAX_TOKENS))
+        sizes, found[:] = [size / 8 for size in found], []
+        assert sizes == expected
