@@ -60,6 +60,7 @@ def get_config(config_string: str = "poly_epo", **further: Collection[str]) -> C
     method, mesh, *_ = parse_config_string(config_string, **further)
     config = ConfigDict(Config().to_dict())
     config.algo.update(METHOD_PRESETS[method])
+    config.train.refill = method == "dapo"  # dynamic sampling
     if mesh:
         config.mesh.update({key: value for key, value in MESHES[mesh].items() if key != "processes"})
     config.lock()

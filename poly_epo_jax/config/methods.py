@@ -20,7 +20,6 @@ METHOD_PRESETS: dict[str, dict[str, Any]] = {
 }
 """Methods that can be selected by name: the methods of the paper, a baseline of the studies, and DAPO.
 
-dapo has the upper clip range, the mean over tokens and the overlong penalty of DAPO (arXiv 2503.14476). It does not
-contain DAPO's dynamic sampling, which replaces prompts without a signal, nor its division of advantages by a standard
-deviation.
+dapo has the upper clip range, the mean over tokens and the overlong penalty of DAPO (arXiv 2503.14476), and also sets
+`train.refill`, which is its dynamic sampling. It does not divide advantages by their standard deviation, as DAPO does.
 """

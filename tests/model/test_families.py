@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from jax.sharding import Mesh
 from test_hf import FLOAT32
 from test_layer import build
 from training_runs import SETTINGS, as_flags, rows_of
@@ -90,6 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 PROMPT, LENGTHS = 4, (37, 21, 5)
 PADDING = 1
+MAX_TOKENS = 70
 
 
 class Case(NamedTuple):
@@ -239,35 +241,55 @@ def test_results_do_not_depend_on_the_mesh(case):
     np.testing.assert_allclose(tiled[0], logits_of(case.config, case.params, packed_row())[0], atol=1e-5)
 
 
-@pytest.mark.slow
-def test_greedy_generations_match_transformers(case):
-    """Continuous batching with two slots resizes the cache several times, and the last sequences exceed all windows."""
-    prompts, max_tokens = sequences()[1:], 70
+@pytest.fixture(scope="module")
+def greedy_tokens(case: Case) -> list[list[int]]:
+    """The tokens with which transformers continues the sequences greedily, at most MAX_TOKENS for each."""
     with torch.no_grad():
-        expected = [
+        return [
             case.transformer.generate(
-                torch.as_tensor(prompt)[None], do_sample=False, max_new_tokens=max_tokens, eos_token_id=None
+                torch.as_tensor(prompt)[None], do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=None
             )[0, len(prompt) :].tolist()
-            for prompt in prompts
+            for prompt in sequences()
         ]
-    weights = jax.jit(decoding.decoding_weights, static_argnums=0)(case.config, case.params)
-    jobs = [Job(i, i, max_tokens) for i in range(len(prompts))]
+
+
+def generate_greedily(case: Case, mesh: Mesh, limits: Sequence[int], num_slots: int) -> list[list[int]]:
+    """Generates twice for each sequence, at most `limits` tokens, so that slots are reused by shorter prompts."""
+    prompts = sequences()
+    params = jax.device_put(case.params, param_shardings(abstract_model(case.config), mesh))
+    with jax.set_mesh(mesh):
+        weights = jax.jit(decoding.decoding_weights, static_argnums=0)(case.config, params)
     slots = Slots(
         case.config,
         weights,
-        make_mesh(1, 1, 1),
+        mesh,
         np.zeros(0, np.int32),
         prompts,
-        jobs,
-        Sampling(max_tokens, temperature=0.0),
-        num_slots=2,
-        max_prompts=2,
-        max_length=max(map(len, prompts)) + max_tokens,
+        [Job(i // 2, i, limits[i // 2]) for i in range(2 * len(prompts))],
+        Sampling(max(limits), temperature=0.0),
+        num_slots=num_slots,
+        max_prompts=num_slots,
+        max_length=max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)),
     )
     finished = []
     while not slots.is_done:
         finished += slots.advance()
-    assert [one.token_ids.tolist() for one in sorted(finished, key=lambda one: one.job)] == expected
+    return [one.token_ids.tolist() for one in sorted(finished, key=lambda one: one.job)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "limits", "num_slots"),
+    [
+        ((1, 1, 1), (32, 48, MAX_TOKENS), 2),  # The cache is resized several times.
+        pytest.param((2, 2, 2), (16, 40, 30), 4, marks=pytest.mark.skipif(jax.device_count() < 8, reason="8 devices")),
+    ],
+    ids=str,
+)
+def test_greedy_generations_match_transformers(case, greedy_tokens, axes, limits, num_slots):
+    found = generate_greedily(case, make_mesh(*axes), limits, num_slots)
+    expected = [tokens[:limit] for tokens, limit in zip(greedy_tokens, limits, strict=True)]
+    assert found == [tokens for tokens in expected for _ in range(2)]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Compares the embedded sampler with the trainer's forward pass, and tests the distribution of its tokens."""
 
 import asyncio
+import dataclasses
 import threading
 
 import jax
@@ -23,6 +24,7 @@ from flax import nnx
 from samplers import MAX_PROMPT, MAX_TOKENS, MESH, STOP_IDS, generate, make_rollouts, token_ids
 from test_token_sampling import reference_kept
 
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded import programs, sampler
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
@@ -185,6 +187,23 @@ def test_refilled_slots_match_single_requests(temperature):
     assert_same_generations(found, expected, atol=2e-5)
     lengths = {len(y.token_ids) for group in found for y in group.generations}
     assert min(lengths) < 5 and max(lengths) > 40 and len(lengths) >= (9 if temperature else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [4, 7])  # Shorter than most prompts, and longer than most prompts.
+def test_refilled_slots_of_a_model_with_windows(window):
+    """The trainer, which has no cache, assigns the same log-probabilities to all tokens of reused slots.
+
+    Slots of responses that have exceeded the window are reused by prompts of 1 to MAX_PROMPT tokens.
+    """
+    config = dataclasses.replace(TINY, windows=(window, 0))
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    rollouts = make_rollouts(max_concurrent=5, model=model)
+    groups = generate(rollouts, tiny_problems(11, MAX_PROMPT, seed=3), 4, max_tokens=90)
+    lengths = [len(y.token_ids) for group in groups for y in group.generations]
+    assert min(lengths) < 5 and sum(length > window for length in lengths) > 5
+    trainer, sampler = trainer_logprobs(0, groups, 1.0, model)
+    np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
 
 
 class Asking(ByLetter):
