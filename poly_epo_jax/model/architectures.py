@@ -300,7 +300,6 @@ GEMMA3_TEXT = dataclasses.replace(
 
 ARCHITECTURES = Registry(
     qwen3=QWEN3,
-    qwen3_moe=QWEN3_MOE,
     qwen2=QWEN2,
     llama=LLAMA,
     mistral=MISTRAL,
@@ -308,6 +307,7 @@ ARCHITECTURES = Registry(
     olmo2=OLMO2,
     olmo3=OLMO3,
     gemma3_text=GEMMA3_TEXT,
+    qwen3_moe=QWEN3_MOE,
 )
 
 VISION_WRAPPERS = {"gemma3": "gemma3_text"}
