@@ -41,7 +41,7 @@ class Tensor(NamedTuple):
 
     weight: Weight
     path: str
-    index: tuple[int, ...]
+    index: Any
     shape: tuple[int, ...]
 
 
