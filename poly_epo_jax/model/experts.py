@@ -87,7 +87,7 @@ def apply_experts(
     Args:
       activation: Activation function of the MLPs.
       is_sharded: Whether the weights are sharded over `fsdp` and `expert`. If False, each device has the weights of all
-        experts, or a shard over `tensor`.
+        experts, or a shard over `tensor`, and weights have no gradients on a mesh.
       x: Inputs of the MLPs.
       routing: Experts of each token.
       mlp: Weights of the experts: gate [E, D, F], up [E, D, F] and down [E, F, D].

@@ -60,7 +60,7 @@ LLAMA3 = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def by_type(full: dict[str, Any]) -> dict[str, Any]:
