@@ -87,7 +87,7 @@ def test_each_device_computes_its_share():
             program = jax.jit(functools.partial(gradients, functools.partial(apply_experts, jax.nn.silu, True)))
             text = program.lower(x, balanced, mlp).compile().as_text()
         blocks = of_each_expert * EXPERTS // expert
-        return estimate_cost(parse(text), Rates(1.0, 1.0, 1.0, None), lambda name: 0.0, 10**9, blocks).flops
+        return estimate_cost(parse(str(text)), Rates(1.0, 1.0, 1.0, None), lambda name: 0.0, 10**9, blocks).flops
 
     useful = 2 * 3 * pairs * WIDTH * HIDDEN
     assert 4 * flops(4) == flops(1) == pytest.approx(flops(2) * 2)
