@@ -74,7 +74,7 @@ def _meshes() -> Iterable[str]:
         kind = mesh["device_kind"]
         if kind == "cpu":
             continue
-        axes = {axis: mesh[axis] for axis in AXES}
+        axes = {axis: mesh[axis] for axis in AXES if axis in mesh}
         limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
         planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)]
         count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, axes.values()))

@@ -290,11 +290,12 @@ class OptimizerSection(Section, name="optimizer"):
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection(Section, name="mesh"):
-    """Device mesh. One of data, fsdp and tensor may be -1, to use all remaining devices."""
+    """Device mesh. One of data, fsdp, tensor and expert may be -1, to use all remaining devices."""
 
     data: int = key(1, "number of replicas of the weights", Range(1, 10**5, special=-1))
     fsdp: int = key(-1, "number of shards of each weight along its embedding axis", Range(1, 10**5, special=-1))
     tensor: int = key(1, "number of shards of heads, MLP and vocabulary", Range(1, 10**5, special=-1))
+    expert: int = key(1, "number of shards of the experts of a mixture", Range(1, 10**5, special=-1))
     device_kind: str = key("", "required device kind, such as v5p (empty = any)")
     num_devices: int = key(0, "number of devices (0 = all available devices)", Range(0, 10**5))
 

@@ -14,6 +14,7 @@ from poly_epo_jax.doctor.runner import CheckResult, Failed
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
 from poly_epo_jax.model.transformer import abstract_model
+from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, pack
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
@@ -42,7 +43,7 @@ class ReferenceScorer:
 
     def pack(self, sequences: Sequence[TrainingSequence]) -> list[PackedBatch]:
         """Packs sequences into batches of equal shape, so that each program is compiled only once."""
-        return pack(sequences, self._row_tokens, self._mesh.shape["data"] * self._mesh.shape["fsdp"])
+        return pack(sequences, self._row_tokens, row_shards(self._mesh.shape))
 
     def logprobs(self, batches: Sequence[PackedBatch], dtype: str) -> Float[np.ndarray, " S"]:
         """Computes the log-probabilities of the trained tokens.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext, Skipped
 from poly_epo_jax.doctor.small_model import random_params, random_sequences, small_config
@@ -15,7 +15,8 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
 from poly_epo_jax.model.transformer import abstract_model
-from poly_epo_jax.parallel.mesh import AXES
+from poly_epo_jax.parallel.mesh import row_shards
+from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.step.packing import PackedBatch, pack
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.types import Params
@@ -33,10 +34,10 @@ def check_collectives(run: RunContext) -> CheckResult:
     if mesh.size == 1:
         raise Skipped("one device has no collectives")
     model_config, config = small_config(run.model_config, mesh), run.config
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = row_shards(mesh.shape)
     row_tokens = -(-ROW_TOKENS // mesh.shape["tensor"]) * mesh.shape["tensor"]
     (batch, *_) = pack(random_sequences(SEQUENCES * rows, model_config), row_tokens, 2 * rows)
-    one = Mesh(run.local_mesh.devices.reshape(-1)[:1].reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    one = make_mesh(1, 1, 1, available=run.local_mesh.devices.reshape(-1)[:1].tolist())
 
     def gradient(on: Mesh, dtype: str) -> tuple[Params, float]:
         return _gradient(dataclasses.replace(model_config, dtype=dtype), on, batch, trained_pattern(config))

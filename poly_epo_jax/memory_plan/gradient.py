@@ -30,9 +30,10 @@ class LayerArray(NamedTuple):
         that save the array of every layer for the backward pass.
       part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
         of "norm" and "qk_norm" are normalized values, which remat=none does not save if an adapter is trained, because
-        the norm weights are then frozen. Arrays of "norm" and "post_norm" exist in models that normalize the inputs
-        and the outputs of attention and MLP. Other parts name the weight of a matrix product. If this weight has an
-        adapter, remat=dots also saves the adapter's product.
+        the norm weights are then frozen. Arrays of "experts" exist in mixtures of experts, which have no arrays of the
+        width "mlp". Arrays of "norm" and "post_norm" exist in models that normalize the inputs and the outputs of
+        attention and MLP. Other parts name the weight of a matrix product. If this weight has an adapter, remat=dots
+        also saves the adapter's product.
     """
 
     name: str
@@ -68,6 +69,9 @@ LAYER_ARRAYS = (
     LayerArray("gradient of silu(gate) up", "mlp", True, _EACH),
     LayerArray("gradient of silu(gate) or up", "mlp", True, _EACH),
     LayerArray("gradient of the output", "stream", False, _EACH),
+    # Experts process blocks of tokens. Sums over experts are float32, or two values in the compute dtype.
+    LayerArray("sum over experts", "stream", False, ("layer",), "experts"),
+    LayerArray("sum over experts, other half", "stream", False, ("layer",), "experts"),
     # Matmuls on CPUs need transposed arrays, and the blockwise attention holds blocks and initial sums.
     LayerArray("input, transposed", "stream", False, _EACH, "blockwise"),
     LayerArray("input of the MLP, transposed", "stream", False, _EACH, "blockwise"),
@@ -127,7 +131,7 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     head, layer = _head(model_config, machine, tokens), _layer(model_config, machine, tokens)
     if machine.platform == "tpu":
         weights, is_converted = (
-            flops.layer_weights(model_config) // machine.weight_shards,
+            flops.weights_per_device(model_config, machine.mesh, prefix="layers."),
             model_config.dtype != model_config.param_dtype,
         )
         converted = _terms(_Array("converted layer weights", weights, value_bytes, is_converted))
@@ -155,9 +159,10 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str) -> in
     absent = set() if is_blockwise else {"blockwise"}
     absent |= {"post_norm"} if not model_config.post_norm else set()
     absent |= {"norm"} if not model_config.pre_norm else set()
+    absent |= {"mlp"} if model_config.num_experts else {"experts"}
     if holder == "none" and model_config.lora_targets:
         absent |= {"norm", "qk_norm"} if model_config.qk_norm else {"norm"}
-    held = [array for array in LAYER_ARRAYS if holder in array.held and array.part not in absent]
+    held = [array for array in LAYER_ARRAYS if holder in array.held and absent.isdisjoint((array.part, array.width))]
     if holder == "dots":
         held += [array for array in held if array.part in model_config.lora_targets]
     split = sum(widths[array.width] for array in held if array.split)
@@ -200,16 +205,26 @@ def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str
     value_bytes, is_trained = bytes_of(model_config.dtype), not model_config.lora_targets
     is_copied = machine.mesh["fsdp"] > 1 or model_config.dtype != model_config.param_dtype
     weights = (
-        flops.layer_weights(model_config) // model_config.num_layers
-        + is_trained * 3 * model_config.hidden_size * model_config.mlp_size
+        flops.weights_per_device(model_config, machine.mesh, ("fsdp",), "layers.") // model_config.num_layers
+        + is_trained * 3 * model_config.hidden_size * model_config.mlp_size // machine.mesh["tensor"]
     )
+    # The gradients of all local experts are float32.
+    experts = 3 * model_config.num_experts * model_config.hidden_size * model_config.mlp_size
+    # Each device gathers the inputs of the experts and the gradients of their outputs over `expert`.
+    gathered = 2 * (machine.mesh["expert"] - 1) * model_config.hidden_size * tokens
     activations, head = (
-        layer_values(model_config, machine, "layer") * tokens,
+        layer_values(model_config, machine, "layer") * tokens + gathered,
         model_config.vocab_size * model_config.hidden_size,
     )
     return _terms(
         _Array("layer activations", activations, _activation_bytes(model_config, machine)),
-        _Array("layer weights and gradients", weights // machine.mesh["tensor"], value_bytes, is_copied),
+        _Array("layer weights and gradients", weights, value_bytes, is_copied),
+        _Array(
+            "layer weights and gradients",
+            experts // (machine.mesh["expert"] * machine.mesh["tensor"]),
+            FLOAT32_BYTES,
+            model_config.num_experts > 0,
+        ),
         _Array("head gradient", head // machine.weight_shards, value_bytes, is_trained),
     )
 

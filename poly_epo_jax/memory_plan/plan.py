@@ -123,7 +123,7 @@ def _plan(config: Config, model_config: ModelConfig, machine: Machine, memory_by
     resident = _resident(config, model_config, machine)
     cache_growth = SAMPLERS[config.rollouts.name].cache_growth
     if cache_growth is not None:
-        decoding_weights = flops.total_weights(model_config) * bytes_of(model_config.dtype) // machine.weight_shards
+        decoding_weights = flops.weights_per_device(model_config, machine.mesh) * bytes_of(model_config.dtype)
         stages["generate"] = _generate(config, model_config, machine, cache_growth)
         held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
         held["decoding weights"] = decoding_weights
@@ -155,8 +155,7 @@ def batch_bytes(config: Config) -> int:
 
 def _resident(config: Config, model_config: ModelConfig, machine: Machine) -> dict[str, int]:
     """Returns the bytes that a device always holds. Norms and biases, less than 0.1% of the weights, are omitted."""
-    weights = flops.total_weights(model_config) // machine.weight_shards
-    parameters = weights * bytes_of(model_config.param_dtype)
+    parameters = flops.weights_per_device(model_config, machine.mesh) * bytes_of(model_config.param_dtype)
     trained = flops.trained_elements(config, model_config, machine.mesh)
     moments = trained * (bytes_of(config.optimizer.first_moment_dtype) + FLOAT32_BYTES)
     adapter = {"adapter": trained * FLOAT32_BYTES} if model_config.lora_targets else {}
@@ -211,7 +210,8 @@ def _generate(config: Config, model_config: ModelConfig, machine: Machine, cache
         flops.cache_bytes(model_config, length, value_bytes) // tensor
         for length in (max_sequence_tokens(config), prompt_length)
     )
-    gathered = flops.total_weights(model_config) // tensor * value_bytes if machine.mesh["fsdp"] > 1 else 0
+    is_gathered = machine.mesh["fsdp"] * machine.mesh["expert"] > 1
+    gathered = is_gathered * flops.weights_per_device(model_config, machine.mesh, ("fsdp", "expert")) * value_bytes
     return {
         "gathered weights": gathered,
         "keys and values": int(cache_growth * slots * slot),

@@ -53,7 +53,7 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
         )
     if not (brief and plan.memory_bytes and plan.needed_bytes < BRIEF_FRACTION * plan.memory_bytes):
         console.print(table)
-    axes = ", ".join(f"{axis} {size}" for axis, size in plan.machine.mesh.items())
+    axes = ", ".join(f"{axis} {size}" for axis, size in _shown_axes(plan).items())
     limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
     hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
     console.print(
@@ -107,7 +107,7 @@ def print_plans(
             name,
             str(mesh["processes"]),
             f"{mesh['num_devices']} x {mesh['device_kind']}",
-            " x ".join(map(str, plan.machine.mesh.values())),
+            " x ".join(map(str, _shown_axes(plan).values())),
             amount(sum(plan.resident.values())),
             amount(plan.needed_bytes),
             amount(plan.memory_bytes or 0),
@@ -117,9 +117,10 @@ def print_plans(
         )
     console.print(table)
     console.print(
-        "axes: data x fsdp x tensor. state: parameters and optimizer moments on each device. peak: maximum memory of a "
-        f"device, with train.rows_per_device={config.train.rows_per_device}, reached in the given stage. limit: memory "
-        "that JAX may use. rows: largest train.rows_per_device that fits and that a minibatch can fill, with rows of "
+        "axes: data x fsdp x tensor, and x expert if it is above 1. state: parameters and optimizer moments on each "
+        f"device. peak: maximum memory of a device, with train.rows_per_device={config.train.rows_per_device}, reached "
+        "in the given stage. limit: memory that JAX may use. rows: largest train.rows_per_device that fits and that "
+        "a minibatch can fill, with rows of "
         f"{row_tokens(config):,} tokens (0 = not even one row fits)."
     )
     return found
@@ -203,3 +204,7 @@ def more_memory(plan: Plan) -> str:
 def amount(size: int) -> str:
     """Formats a number of bytes in GB or, below 0.1 GB, in MB."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+
+
+def _shown_axes(plan: Plan) -> dict[str, int]:
+    return {axis: size for axis, size in plan.machine.mesh.items() if axis != "expert" or size > 1}

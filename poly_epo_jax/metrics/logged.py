@@ -164,6 +164,13 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             brief="entropy",
             drawn=True,
         ),
+        "policy/expert_load": LoggedMetric(
+            "Largest load of an expert",
+            "Largest number of tokens of an expert in a microbatch, relative to the mean of all experts. Mean over "
+            "layers and trained tokens. Only logged for mixtures of experts.",
+            "An increase: the router prefers few experts. With `mesh.expert` above 1, the device with the largest load "
+            "determines the time of a layer.",
+        ),
         "policy/kl": LoggedMetric(
             "KL(old policy, current policy)",
             "Mean estimate of KL(old, current) over trained tokens, in nats. The old policy is the policy before the "

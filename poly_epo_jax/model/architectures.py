@@ -22,11 +22,13 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.layer_settings import (
     SLIDING,
     read_by_type,
+    read_experts,
     read_gemma3,
     read_position_free,
     read_uniform,
     read_window,
     write_by_type,
+    write_experts,
     write_gemma3,
     write_position_free,
     write_uniform,
@@ -43,8 +45,8 @@ class Weight:
     [heads * head_dim, hidden] in Hugging Face files.
 
     Attributes:
-      name: Hugging Face name. `{}` stands for the layer number.
-      axes: Axes in this package, one letter per axis. The layer axis is omitted.
+      name: Hugging Face name. `{}` stands for the layer number, and a second `{}` for the number of the expert.
+      axes: Axes in this package, one letter per axis. The axes of layers and experts are omitted.
       hf_axes: Axes in Hugging Face files, one word per axis. A word with several letters is a merged axis.
     """
 
@@ -87,7 +89,7 @@ NETWORK = {
     if field.name
     in (
         *("qk_norm", "joint_qk_norm", "attention_bias", "pre_norm", "post_norm", "norm_offset", "float32_norm"),
-        *("activation", "scale_embeddings", "ropes", "windows", "query_size"),
+        *("activation", "scale_embeddings", "ropes", "windows", "query_size", "num_experts", "normalize_router"),
     )
 }
 """ModelConfig fields in which the networks of families differ, and their defaults."""
@@ -189,6 +191,23 @@ QWEN3 = dataclasses.replace(
     },
 )
 
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    class_name="Qwen3MoeForCausalLM",
+    config_keys=QWEN3.config_keys | {"mlp_size": "moe_intermediate_size", "experts_per_token": "num_experts_per_tok"},
+    weights=QWEN3.weights
+    | {
+        "layers.router": Weight("model.layers.{}.mlp.gate.weight", "de", "e d"),
+        "layers.gate": Weight("model.layers.{}.mlp.experts.{}.gate_proj.weight", "dm", "m d"),
+        "layers.up": Weight("model.layers.{}.mlp.experts.{}.up_proj.weight", "dm", "m d"),
+        "layers.down": Weight("model.layers.{}.mlp.experts.{}.down_proj.weight", "md", "d m"),
+    },
+    # All layers must have experts, because their weights are stacked.
+    unsupported=QWEN3.unsupported | {"mlp_only_layers": bool, "decoder_sparse_step": lambda step: step != 1},
+    read=read_experts,
+    write=write_experts,
+)
+
 QWEN2 = dataclasses.replace(
     LLAMA,
     class_name="Qwen2ForCausalLM",
@@ -288,6 +307,7 @@ ARCHITECTURES = Registry(
     olmo2=OLMO2,
     olmo3=OLMO3,
     gemma3_text=GEMMA3_TEXT,
+    qwen3_moe=QWEN3_MOE,
 )
 
 VISION_WRAPPERS = {"gemma3": "gemma3_text"}

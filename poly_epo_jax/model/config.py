@@ -13,7 +13,7 @@ class ModelConfig:
     Attributes:
       vocab_size: Number of rows of the embedding.
       hidden_size: Width of the residual stream.
-      mlp_size: Width of the hidden layer of the MLP.
+      mlp_size: Width of the hidden layer of the MLP, or of the MLP of each expert.
       num_layers: Number of decoder layers.
       num_heads: Number of query heads.
       num_kv_heads: Number of key and value heads. It divides `num_heads`.
@@ -35,6 +35,9 @@ class ModelConfig:
       float32_norm: Whether normalized values are multiplied by the weights of norms in float32, before rounding.
       activation: Key of layer.ACTIVATIONS.
       scale_embeddings: Whether embeddings are multiplied by the square root of `hidden_size`.
+      num_experts: Number of experts in place of the MLP, see experts.py. 0 selects a dense MLP.
+      experts_per_token: Number of experts that process a token.
+      normalize_router: Whether the probabilities of the selected experts are divided by their sum.
       query_size: Number whose square root divides the attention scores. 0 selects `head_dim`.
       dtype: Type of activations and of weights in matmuls (compute type).
       param_dtype: Type of stored weights. Adapters are always float32.
@@ -71,6 +74,9 @@ class ModelConfig:
     float32_norm: bool = False
     activation: str = "silu"
     scale_embeddings: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalize_router: bool = True
     query_size: int = 0
     dtype: str = "bfloat16"
     param_dtype: str = "float32"

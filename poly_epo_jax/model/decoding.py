@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.layer import embed, layer_kinds, make_rotations, normalize, run_layer
+from poly_epo_jax.model.experts import Routing, apply_experts
+from poly_epo_jax.model.layer import ACTIVATIONS, embed, layer_kinds, make_rotations, normalize, run_layer
 from poly_epo_jax.model.lora import is_adapter, merge_adapter
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
@@ -146,7 +147,7 @@ def gather_weights_over_fsdp(weights: Params) -> Params:
       The weights, replicated over `fsdp`. Returned unchanged without a mesh, or if its `fsdp` axis has size 1.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return weights if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(weights)
+    return weights if mesh.empty or mesh.shape["fsdp"] * mesh.shape["expert"] == 1 else _gather(weights)
 
 
 @jax.jit
@@ -158,10 +159,13 @@ def _constrain_weight(name: str, weight: jax.Array, fsdp: str | None) -> jax.Arr
     """Shards heads, MLP and vocabulary over `tensor`. `fsdp` is the mesh axis for the residual stream, or None."""
     if weight.ndim == 1:
         return weight
+    if name == "router":
+        return constrain_sharding(weight, fsdp, None)
     if name.endswith(("_bias", "_norm")):
         return constrain_sharding(weight, "tensor")
+    experts = ["expert" if fsdp else None] * (weight.ndim - 2)
     by_rows = name in ("o", "down", "head", "embed")
-    return constrain_sharding(weight, *(("tensor", fsdp) if by_rows else (fsdp, "tensor")))
+    return constrain_sharding(weight, *experts, *(("tensor", fsdp) if by_rows else (fsdp, "tensor")))
 
 
 class _LayerWeights:
@@ -181,6 +185,10 @@ class _LayerWeights:
         if name in ("q", "k", "v"):
             return y.reshape(len(x), -1, self._config.head_dim)
         return constrain_sharding(y, ROWS) if name in ("o", "down") else y
+
+    def apply_experts(self, x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M D"]:
+        mlp = self._own["gate"], self._own["up"], self._own["down"]
+        return constrain_sharding(apply_experts(ACTIVATIONS[self._config.activation], False, x, routing, mlp), ROWS)
 
 
 def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -20,6 +20,14 @@ def layer_weights(config: ModelConfig) -> int:
     return sum(size for path, size in matrix_sizes(config).items() if path.startswith("layers."))
 
 
+def active_weights(config: ModelConfig) -> int:
+    """Returns the number of elements of the matrices of all layers that one token is multiplied by.
+
+    Of the experts of a layer, only those that the router selects for the token count.
+    """
+    return sum(size for path, size in active_sizes(config).items() if path.startswith("layers."))
+
+
 def total_weights(config: ModelConfig) -> int:
     """Returns the number of elements of the matrices of all layers, of the embedding and, unless tied, of the head."""
     return sum(matrix_sizes(config).values())
@@ -32,6 +40,37 @@ def matrix_sizes(config: ModelConfig) -> dict[str, int]:
     """
     declared = declared_weights(without_adapter(config)).items()
     return {path: math.prod(param.shape) for path, param in declared if "hidden_size" in param.axes}
+
+
+def active_sizes(config: ModelConfig) -> dict[str, int]:
+    """Returns `matrix_sizes` without the experts that the router does not select for a token."""
+    declared, sizes = declared_weights(without_adapter(config)), matrix_sizes(config)
+    experts = {path for path in sizes if declared[path].axes[1:2] == ("num_experts",)}
+    return {
+        path: size * config.experts_per_token // config.num_experts if path in experts else size
+        for path, size in sizes.items()
+    }
+
+
+def weights_per_device(
+    config: ModelConfig, mesh: Mapping[str, int], gathered: Sequence[str] = (), prefix: str = ""
+) -> int:
+    """Returns the number of elements of the model's matrices on each device of a mesh.
+
+    Args:
+      config: Model configuration.
+      mesh: Size of each mesh axis.
+      gathered: Mesh axes over which the matrices are not sharded.
+      prefix: Prefix of the paths of the matrices to count.
+    """
+    sizes = {path: size for path, size in matrix_sizes(config).items() if path.startswith(prefix)}
+    return _elements_per_device(config, sizes, {**mesh, **dict.fromkeys(gathered, 1)})
+
+
+def _elements_per_device(config: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+    declared = declared_weights(config)
+    shards = {path: math.prod(mesh[axis] for name in declared[path].axes if (axis := RULES[name])) for path in sizes}
+    return sum(size // shards[path] for path, size in sizes.items())
 
 
 def adapter_sizes(config: ModelConfig) -> dict[str, int]:
@@ -62,7 +101,7 @@ def forward_flops(
         beyond = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
         return float((lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2).sum())
 
-    matrices = 2 * (layer_weights(config) + sum(adapter_sizes(config).values())) * lengths.sum()
+    matrices = 2 * (active_weights(config) + sum(adapter_sizes(config).values())) * lengths.sum()
     attention = 4 * config.num_heads * config.head_dim * sum(map(pairs, config.layer_windows))
     return float(matrices + attention + 2 * config.vocab_size * config.hidden_size * response_lengths.sum())
 
@@ -83,8 +122,8 @@ def cache_bytes(config: ModelConfig, lengths: int | Int[np.ndarray, " S"], value
     return 2 * tokens * config.num_kv_heads * config.head_dim * value_bytes
 
 
-def trained_sizes(config: Config, model_config: ModelConfig) -> list[int]:
-    """Returns the number of elements of each trained matrix.
+def trained_sizes(config: Config, model_config: ModelConfig) -> dict[str, int]:
+    """Returns the number of elements of each trained matrix, keyed by its path.
 
     Args:
       config: Configuration of the run.
@@ -94,17 +133,13 @@ def trained_sizes(config: Config, model_config: ModelConfig) -> list[int]:
       The sizes, with the matrices of all layers counted together.
     """
     if model_config.lora_targets:
-        return list(adapter_sizes(model_config).values())
-    return [
-        size for path, size in matrix_sizes(model_config).items() if is_trainable(path, config.train.trainable_pattern)
-    ]
+        return adapter_sizes(model_config)
+    sizes, pattern = matrix_sizes(model_config), config.train.trainable_pattern
+    return {path: size for path, size in sizes.items() if is_trainable(path, pattern)}
 
 
 def trained_elements(config: Config, model_config: ModelConfig, mesh: Mapping[str, int]) -> int:
     """Returns the number of trained elements on each device of a mesh.
-
-    Every matrix is sharded over both `fsdp` and `tensor`, except for adapter matrices, which are sharded over only one
-    of these axes.
 
     Args:
       config: Configuration of the run.
@@ -114,13 +149,7 @@ def trained_elements(config: Config, model_config: ModelConfig, mesh: Mapping[st
     Returns:
       The number of elements per device.
     """
-    if not model_config.lora_targets:
-        return sum(trained_sizes(config, model_config)) // (mesh["fsdp"] * mesh["tensor"])
-    declared = declared_weights(model_config)
-    return sum(
-        size // math.prod(mesh[split] for axis in declared[path].axes if (split := RULES[axis]))
-        for path, size in adapter_sizes(model_config).items()
-    )
+    return _elements_per_device(model_config, trained_sizes(config, model_config), mesh)
 
 
 def gradient_passes(config: Config, model_config: ModelConfig) -> float:
@@ -137,5 +166,5 @@ def gradient_passes(config: Config, model_config: ModelConfig) -> float:
     Returns:
       The ratio, from 2 to 3.
     """
-    all_sizes = [*matrix_sizes(model_config).values(), *adapter_sizes(model_config).values()]
-    return 2 + sum(trained_sizes(config, model_config)) / sum(all_sizes)
+    sizes = active_sizes(model_config) | adapter_sizes(model_config)
+    return 2 + sum(sizes[path] for path in trained_sizes(config, model_config)) / sum(sizes.values())

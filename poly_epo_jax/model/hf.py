@@ -5,6 +5,7 @@ index (hf_files.py). Host memory holds one stacked weight at a time while loadin
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ class Tensor(NamedTuple):
     Attributes:
       weight: Entry of the family's weights.
       path: Dotted path of the parameter.
-      index: Index of the tensor in the parameter: a layer, or `...` for the complete parameter.
+      index: Index of the tensor in the parameter: its layer, or its layer and expert. Empty for the complete parameter.
       shape: Shape of the indexed part of the parameter.
     """
 
@@ -269,11 +270,9 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
     tensors, weights = {}, ARCHITECTURES[config.family].weights
     for path, param in declared_weights(without_adapter(config)).items():
         weight = weights[path]
-        if path.startswith("layers."):
-            for layer in range(config.num_layers):
-                tensors[weight.name.format(layer)] = Tensor(weight, path, layer, param.shape[1:])
-        else:
-            tensors[weight.name] = Tensor(weight, path, ..., param.shape)
+        num_stacked = weight.name.count("{}")  # Axes of layers and experts.
+        for index in itertools.product(*map(range, param.shape[:num_stacked])):
+            tensors[weight.name.format(*index)] = Tensor(weight, path, index, param.shape[num_stacked:])
     return tensors
 
 

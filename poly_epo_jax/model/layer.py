@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.experts import Routing, route
 from poly_epo_jax.model.rope import Rope, Rotation, make_rotation, rotate
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
@@ -36,11 +37,15 @@ class LayerWeights(Protocol):
         ...
 
     def vector(self, name: str) -> jax.Array:
-        """Returns the weight of a norm, or a bias, in the compute type."""
+        """Returns the weight of a norm or router, or a bias, in the compute type."""
         ...
 
     def project(self, x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
         """Multiplies x [*tokens, *in] by the weight [*in, *out]. Returns [*tokens, *out]."""
+        ...
+
+    def apply_experts(self, x: Float[Array, "..."], routing: Routing) -> Float[Array, "..."]:
+        """Applies the experts of each token to x [*tokens, D], with the weights `gate`, `up` and `down`."""
         ...
 
 
@@ -89,6 +94,7 @@ def run_layer(
     x: Float[Array, "*M D"],
     rotation: Rotation,
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    observe: Callable[[Routing], None] = lambda routing: None,
 ) -> Float[Array, "*M D"]:
     """Applies a layer to the residual stream.
 
@@ -99,6 +105,7 @@ def run_layer(
       rotation: Rotary angles of the tokens.
       attend: Function of rotated queries [*tokens, num_heads, head_dim], rotated keys and values [*tokens,
         num_kv_heads, head_dim] that returns an array of the shape of the queries.
+      observe: Function that receives the routing of the tokens if the layer has experts.
 
     Returns:
       The residual stream after the layer.
@@ -118,6 +125,9 @@ def run_layer(
     attended = attend(rotate(q, rotation), rotate(k, rotation), v)
     x = x + norm(weights.project(attended, "o"), "attention_post_norm")
     h = norm(x, "mlp_norm")
+    if config.num_experts:
+        observe(routing := route(config, h, weights.vector("router")))
+        return x + norm(weights.apply_experts(h, routing), "mlp_post_norm")
     activated = ACTIVATIONS[config.activation](weights.project(h, "gate"))
     return x + norm(weights.project(activated * weights.project(h, "up"), "down"), "mlp_post_norm")
 

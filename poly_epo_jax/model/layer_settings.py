@@ -1,4 +1,4 @@
-"""Reads and writes the settings of config.json that concern single layers: rotary position embeddings and windows.
+"""Reads and writes the settings of config.json that concern layers: rotary position embeddings, windows and experts.
 
 Readers map the content of config.json, in which a value may be None, to fields of ModelConfig. Writers are their
 inverse, and write the keys of both transformers 4 and 5.
@@ -26,6 +26,38 @@ def read_uniform(written: Mapping[str, Any], theta: float = 1e4) -> dict[str, An
 def write_uniform(config: ModelConfig) -> dict[str, Any]:
     """Inverse of `read_uniform`."""
     return _flat_keys(config.ropes[0])
+
+
+def read_experts(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the experts of Qwen3-MoE, which all layers have, and the rotary position embedding.
+
+    Raises:
+      ValueError: If the number of experts is missing or smaller than `num_experts_per_tok`.
+    """
+    # transformers 5 writes num_local_experts.
+    num_experts = written.get("num_experts") or written.get("num_local_experts")
+    if type(num_experts) is not int or num_experts < written["num_experts_per_tok"]:
+        raise ValueError(
+            f"num_experts={num_experts!r} must be a whole number of at least "
+            f"num_experts_per_tok={written['num_experts_per_tok']}; correct it."
+        )
+    return read_uniform(written) | {
+        "num_experts": num_experts,
+        "normalize_router": bool(written.get("norm_topk_prob")),
+    }
+
+
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_experts`."""
+    return write_uniform(config) | {
+        "num_experts": config.num_experts,
+        "num_local_experts": config.num_experts,
+        "norm_topk_prob": config.normalize_router,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        # Width of the MLPs of dense layers, which the model does not have. Published models have this value.
+        "intermediate_size": config.mlp_size * config.experts_per_token,
+    }
 
 
 def read_window(written: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def token_logprobs(
     no collective runs inside the loop over chunks.
 
     Args:
-      hidden: Final hidden states. Under a mesh, B must be divisible by data * fsdp, and T by the size of the `tensor`
-        axis.
+      hidden: Final hidden states. Under a mesh, B must be divisible by `row_shards`, and T by the size of the
+        `tensor` axis.
       head: Output embedding.
       targets: Token whose log-probability is computed at each position.
       wanted: Mask of the selected tokens.

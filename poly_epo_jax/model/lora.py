@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from poly_epo_jax.config.keys import Config, LoraSection
+from poly_epo_jax.config.keys import Config, ConfigError, LoraSection
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.transformer import init_params
@@ -22,6 +22,19 @@ from poly_epo_jax.types import Params
 
 ADAPTER = r"layers\.\w+_lora_[ab]"
 """Regular expression that matches the paths of adapter weights."""
+
+
+def check_adapter(config: ModelConfig) -> None:
+    """Verifies that the model supports its adapter.
+
+    Raises:
+      ConfigError: If experts would have an adapter.
+    """
+    if config.num_experts and (found := [name for name in ("gate", "up", "down") if name in config.lora_targets]):
+        raise ConfigError(
+            f"lora.targets contains {found[0]}_proj, but adapters of experts are not supported; set lora.targets to "
+            "projections of the attention: q_proj, k_proj, v_proj and o_proj."
+        )
 
 
 def lora_fields(section: LoraSection) -> dict[str, Any]:
@@ -80,22 +93,22 @@ def init_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
     return jax.jit(draw, out_shardings=split_adapter(config, shardings)[0])()
 
 
-def merge_adapter(config: ModelConfig, layers: Mapping[str, Any], name: str, layer: int) -> Any:
-    """Returns a weight of one layer with its adapter merged.
+def merge_adapter(config: ModelConfig, layers: Mapping[str, Any], name: str, index: Any) -> Any:
+    """Returns a weight of one layer or expert with its adapter merged.
 
     Args:
       config: Model configuration.
       layers: Stacked weights of all layers, including adapters.
       name: Name of the weight, such as "q".
-      layer: Index of the layer.
+      index: Index of the layer, or of the layer and the expert.
 
     Returns:
       W + (alpha / rank) A B of shape [*in, *out], computed in float32. A weight without an adapter is returned as
       stored.
     """
-    weight = layers[name][layer]
+    weight = layers[name][index]
     if name not in config.lora_targets:
         return weight
-    a, b = (jnp.asarray(layers[f"{name}_lora_{part}"][layer], jnp.float32) for part in "ab")
+    a, b = (jnp.asarray(layers[f"{name}_lora_{part}"][index], jnp.float32) for part in "ab")
     product = jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
     return jnp.asarray(weight, jnp.float32) + config.lora_scale * product

@@ -17,7 +17,7 @@ from poly_epo_jax.config.keys import ConfigError, LoraSection, ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import new_folder
-from poly_epo_jax.model.lora import init_adapter, lora_fields, split_adapter, without_adapter
+from poly_epo_jax.model.lora import check_adapter, init_adapter, lora_fields, split_adapter, without_adapter
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.stop_strings import stop_string_ids
 from poly_epo_jax.model.tokenizer_files import copy_files, write_tokenizer
@@ -151,6 +151,7 @@ def open_policy(
     check_digests(path)
     compute = section.compute_options | lora_fields(lora)
     config = hf.read_model_config(path, max_sequence_tokens=max_sequence_tokens, **compute)
+    check_adapter(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # Tokenizers raise many types of errors, and few of them name the file.

@@ -1,17 +1,23 @@
-"""Architectures of the dense Qwen3 models, so that memory plans and benchmarks do not require their model folders."""
+"""Architectures of the Qwen3 models, so that memory plans and benchmarks do not require their model folders."""
+
+from typing import Any
 
 from poly_epo_jax.model.config import ModelConfig
 
 PRESETS = {
-    # Hidden size, MLP size, layers, query heads, tied head. All models have 8 key heads, head width 128 and the same
-    # vocabulary.
+    # Hidden size, MLP size, layers, query heads, tied head. All models have head width 128 and the same vocabulary.
     "Qwen3-0.6B": (1024, 3072, 28, 16, True),
     "Qwen3-1.7B": (2048, 6144, 28, 16, True),
     "Qwen3-4B": (2560, 9728, 36, 32, True),
     "Qwen3-8B": (4096, 12288, 36, 32, False),
     "Qwen3-14B": (5120, 17408, 40, 40, False),
     "Qwen3-32B": (5120, 25600, 64, 64, False),
+    "Qwen3-30B-A3B": (2048, 768, 48, 32, False),
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {"family": "qwen3_moe", "num_experts": 128, "experts_per_token": 8, "num_kv_heads": 4}
+}
+"""Further fields of mixtures of experts. Dense models have 8 key heads."""
 
 
 def has_preset(name: str) -> bool:
@@ -39,10 +45,9 @@ def preset_config(name: str, **compute: object) -> ModelConfig:
         mlp_size=mlp_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=8,
         head_dim=128,
         tie_word_embeddings=tie_word_embeddings,
-        **compute,  # pyright: ignore[reportArgumentType]
+        **{"num_kv_heads": 8} | MIXTURES.get(_key(name), {}) | compute,  # pyright: ignore[reportArgumentType]
     )
 
 

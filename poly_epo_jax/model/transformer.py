@@ -21,7 +21,9 @@ from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.experts import Routing, apply_experts, expert_load
 from poly_epo_jax.model.layer import (
+    ACTIVATIONS,
     LayerKind,
     embed,
     layer_kinds,
@@ -88,9 +90,12 @@ class Layer(nnx.Module):
             self.q_bias = weight("num_heads", "head_dim", scale=0.0)
             self.k_bias = weight("num_kv_heads", "head_dim", scale=0.0)
             self.v_bias = weight("num_kv_heads", "head_dim", scale=0.0)
-        self.gate = weight("hidden_size", "mlp_size", scale=d**-0.5)
-        self.up = weight("hidden_size", "mlp_size", scale=d**-0.5)
-        self.down = weight("mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
+        experts = ("num_experts",) if config.num_experts else ()
+        if experts:
+            self.router = weight("hidden_size", "num_experts", scale=d**-0.5)
+        self.gate = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
+        self.up = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
+        self.down = weight(*experts, "mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
         for name in config.lora_targets:
             for part, param in zip("ab", _adapter(config, rngs, getattr(self, name).axes), strict=True):
                 setattr(self, f"{name}_lora_{part}", param)
@@ -100,7 +105,7 @@ class Layer(nnx.Module):
         return hasattr(self, name)
 
     def vector(self, name: str) -> jax.Array:
-        """Returns the weight of a norm, or a bias, in the compute type."""
+        """Returns the weight of a norm or router, or a bias, in the compute type."""
         return getattr(self, name)[...].astype(self.config.dtype)
 
     def project(self, x: jax.Array, name: str) -> jax.Array:
@@ -110,6 +115,11 @@ class Layer(nnx.Module):
             return y
         inner = config.lora_scale * _project(x, getattr(self, f"{name}_lora_a"))
         return y + _project(inner, getattr(self, f"{name}_lora_b"))
+
+    def apply_experts(self, x: jax.Array, routing: Routing) -> jax.Array:
+        """Applies the experts of each token to x."""
+        mlp = self.gate[...], self.up[...], self.down[...]
+        return apply_experts(ACTIVATIONS[self.config.activation], True, x, routing, mlp)
 
 
 class Transformer(nnx.Module):
@@ -145,6 +155,22 @@ class Transformer(nnx.Module):
         Returns:
           Final hidden states, in the compute type.
         """
+        return self.hidden_states(tokens, positions, segment_ids)[0]
+
+    def hidden_states(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
+        """Computes the final hidden states of packed rows, and statistics of the routers.
+
+        Args:
+          tokens: Token ids.
+          positions: Position of each token in its sequence.
+          segment_ids: Segment of each token. 0 marks padding.
+
+        Returns:
+          The final hidden states, and the mean of `expert_load` over layers by the name of the metric. A dense model
+          has no statistics.
+        """
         config = self.config
         layer_def, weights = nnx.split(self.layers)
         rotations, kinds = make_rotations(config, positions), layer_kinds(config)
@@ -154,21 +180,25 @@ class Transformer(nnx.Module):
 
         def step(x, layer):
             weights, numbers = layer
-            kind = kinds[0]._replace(**numbers)
+            kind, loads = kinds[0]._replace(**numbers), {}
+
+            def observe(routing):
+                loads["expert_load"] = expert_load(config, routing.experts, segment_ids > 0)
 
             def attend(q, k, v):
                 longest = config.max_sequence_tokens
                 return packed_attention(q, k, v, segment_ids, config.attention, longest, positions, kind.window)
 
             rotation = select_rotation(rotations, kind.rope)
-            return constrain_sharding(run_layer(config, nnx.merge(layer_def, weights), x, rotation, attend), ROWS), None
+            x = run_layer(config, nnx.merge(layer_def, weights), x, rotation, attend, observe)
+            return constrain_sharding(x, ROWS), loads
 
         if config.remat != "none":
             step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x = constrain_sharding(embed(config, self.embed[...], tokens), ROWS)
         unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
-        x, _ = jax.lax.scan(step, x, (weights, varying), unroll=unroll)
-        return normalize(config, x, self.norm[...].astype(config.dtype))
+        x, loads = jax.lax.scan(step, x, (weights, varying), unroll=unroll)
+        return normalize(config, x, self.norm[...].astype(config.dtype)), jax.tree.map(jnp.mean, loads)
 
 
 def abstract_model(config: ModelConfig) -> Transformer:

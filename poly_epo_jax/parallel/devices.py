@@ -12,6 +12,7 @@ import jax
 import jax.extend
 
 from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.system.text import first_line
 
 
@@ -112,7 +113,7 @@ class Machine:
     @property
     def row_shards(self) -> int:
         """Number of shards of the rows of a batch."""
-        return self.mesh["data"] * self.mesh["fsdp"]
+        return row_shards(self.mesh)
 
     @property
     def weight_shards(self) -> int:

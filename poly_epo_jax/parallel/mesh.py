@@ -1,18 +1,23 @@
 """Mesh axes and sharding rules, and validation of meshes against the number of devices and the model."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 from poly_epo_jax.config.keys import ConfigError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
+ROWS = ("data", "fsdp", "expert")
+"""Mesh axes over which the rows of a batch are sharded."""
+
 RULES: dict[str, str | None] = {
     "hidden_size": "fsdp",
     "num_heads": "tensor",
     "num_kv_heads": "tensor",
     "mlp_size": "tensor",
     "vocab_size": "tensor",
+    "num_experts": "expert",
     "head_dim": None,
     "num_layers": None,
     "norm": None,
@@ -22,6 +27,11 @@ RULES: dict[str, str | None] = {
 after the ModelConfig fields that contain their sizes, except for `norm`, the axis of norm weights. For example,
 `layers.q` has the axes (num_layers, hidden_size, num_heads, head_dim), so its PartitionSpec is (None, "fsdp",
 "tensor", None)."""
+
+
+def row_shards(mesh_shape: Mapping[str, int]) -> int:
+    """Returns the number of shards of the rows of a batch."""
+    return prod(mesh_shape[axis] for axis in ROWS)
 
 
 def fill_mesh(requested: Mapping[str, Any], num_devices: int) -> dict[str, int]:
@@ -67,7 +77,8 @@ def check_mesh(
     Raises:
       ConfigError: If a mesh axis does not divide a size. The message contains the nearest valid mesh.
     """
-    splits = [(axis, f"the model's {field}", model_sizes[field]) for field, axis in RULES.items() if axis]
+    sizes = {**model_sizes, "num_experts": model_sizes["num_experts"] or 1}
+    splits = [(axis, f"the model's {field}", sizes[field]) for field, axis in RULES.items() if axis]
     splits.append(("tensor", "train.row_tokens", row_tokens))
 
     def is_valid(mesh: Mapping[str, int]) -> bool:
@@ -94,21 +105,23 @@ def nearest_mesh(
         than 1.
 
     Returns:
-      The mesh with the smallest sum of absolute changes. Ties prefer larger `fsdp`, then smaller `tensor`.
+      The mesh with the smallest sum of absolute changes. Ties prefer smaller `expert`, then larger `fsdp`, then
+      smaller `tensor`.
     """
 
-    def distance(mesh: Mapping[str, int]) -> tuple[int, int, int]:
-        return sum(abs(mesh[axis] - size) for axis, size in requested.items()), -mesh["fsdp"], mesh["tensor"]
+    def distance(mesh: Mapping[str, int]) -> tuple[int, int, int, int]:
+        changes = sum(abs(mesh[axis] - size) for axis, size in requested.items())
+        return changes, mesh["expert"], -mesh["fsdp"], mesh["tensor"]
 
     return min(filter(is_valid, _meshes(num_devices)), key=distance)
 
 
 def _meshes(num_devices: int) -> Iterator[dict[str, int]]:
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    for tensor in divisors:
-        for fsdp in divisors:
-            if num_devices % (tensor * fsdp) == 0:
-                yield {"data": num_devices // (tensor * fsdp), "fsdp": fsdp, "tensor": tensor}
+    for fsdp, expert, tensor in itertools.product(divisors, repeat=3):
+        if num_devices % (fsdp * expert * tensor) == 0:
+            data = num_devices // (fsdp * expert * tensor)
+            yield {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
 
 
 def _advice(requested: Mapping[str, int], num_devices: int, is_valid: Callable[[Mapping[str, int]], bool]) -> str:

@@ -1,7 +1,8 @@
-"""Meshes with the axes `data`, `fsdp` and `tensor`, and the sharding of weights and activations over them.
+"""Meshes with the axes of parallel.mesh.AXES, and the sharding of weights and activations over them.
 
-Weights are replicated over `data`. `fsdp` shards each weight along its `hidden_size` axis, and `tensor` shards heads,
-MLP and vocabulary, as defined by parallel.mesh.RULES. The rows of a batch are sharded over `data` and `fsdp` together.
+Weights are replicated over `data`. `fsdp` shards each weight along its `hidden_size` axis, `expert` shards the experts
+of a mixture, and `tensor` shards heads, MLP and vocabulary, as defined by parallel.mesh.RULES. The rows of a batch are
+sharded over `data`, `fsdp` and `expert` together (ROWS), and weights other than experts are replicated over `expert`.
 Weights are gathered over `fsdp` before they are used, and their gradients are summed and scattered afterwards.
 """
 
@@ -17,29 +18,29 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.devices import device_name, find_devices
-from poly_epo_jax.parallel.mesh import AXES, RULES, fill_mesh
+from poly_epo_jax.parallel.mesh import AXES, ROWS, RULES, fill_mesh
 from poly_epo_jax.types import Params
-
-ROWS = ("data", "fsdp")
 
 
 def make_mesh(
     data: int,
     fsdp: int,
     tensor: int,
+    expert: int = 1,
     device_kind: str = "",
     num_devices: int = 0,
     available: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Creates a mesh over the first data * fsdp * tensor devices.
+    """Creates a mesh over the first data * fsdp * tensor * expert devices.
 
-    Devices that are neighbors along `tensor`, and next along `fsdp`, are physically close: in the torus of TPUs, or in
-    the same node on GPUs.
+    Devices that are neighbors along `expert`, then along `tensor`, and then along `fsdp`, are physically close: in the
+    torus of TPUs, or in the same node on GPUs.
 
     Args:
-      data: Size of the axis `data`. One of the three sizes may be -1, which selects the number of remaining devices.
+      data: Size of the axis `data`. One of the sizes may be -1, which selects the number of remaining devices.
       fsdp: Size of the axis `fsdp`.
       tensor: Size of the axis `tensor`.
+      expert: Size of the axis `expert`.
       device_kind: Required device kind, a key of DEVICES. If empty, any kind is accepted.
       num_devices: Number of devices that an axis of size -1 fills, and maximum size of the mesh. 0 selects all devices.
       available: Devices to choose from, which may be descriptions of absent devices. If None, `jax.devices()`.
@@ -59,7 +60,7 @@ def make_mesh(
         )
     if num_devices > len(available):
         raise ConfigError(f"mesh.num_devices={num_devices}, but only {len(available)} are available; reduce it.")
-    sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor}, num_devices or len(available))
+    sizes = fill_mesh({"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}, num_devices or len(available))
     shape, used = tuple(sizes.values()), math.prod(sizes.values())
     if used == len(available):
         # Splitting physical axes is allowed, so that the topology of the machine does not restrict the mesh.
@@ -71,7 +72,7 @@ def make_mesh(
         )
     else:
         arranged = np.asarray(available[:used]).reshape(shape)
-    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def param_shardings(model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
@@ -192,7 +193,8 @@ def summed_over_rows(
             gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=split.index("fsdp"), tiled=True)
         elif mesh.shape["fsdp"] > 1:  # Some adapter matrices do not have an axis over fsdp.
             gradient = jax.lax.psum(gradient, "fsdp")
-        return jax.lax.psum(gradient, "data") if mesh.shape["data"] > 1 else gradient
+        others = [axis for axis in ROWS if axis != "fsdp" and mesh.shape[axis] > 1]
+        return jax.lax.psum(gradient, others) if others else gradient
 
     sides = split[:num_inputs], split[num_inputs:]
     rows = tuple(PartitionSpec(ROWS, "tensor" if "tensor" in side else None) for side in sides)
@@ -202,15 +204,17 @@ def summed_over_rows(
 def host_mesh(mesh: Mesh) -> Mesh:
     """Returns a mesh of the local devices. Returns `mesh` if all of its devices belong to one process.
 
-    The size of the `tensor` axis is the greatest common divisor of its size in `mesh` and the number of local devices.
-    The `fsdp` axis is sized in the same way from the remaining devices. The rest is `data`.
+    The size of the `expert` axis is the greatest common divisor of its size in `mesh` and the number of local devices.
+    The axes `tensor` and `fsdp` are sized in the same way from the remaining devices. The rest is `data`.
     """
     if len({device.process_index for device in mesh.devices.flat}) == 1:
         return mesh
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    tensor = math.gcd(mesh.shape["tensor"], len(local))
-    fsdp = math.gcd(mesh.shape["fsdp"], len(local) // tensor)
-    return Mesh(np.asarray(local).reshape(-1, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+    expert = math.gcd(mesh.shape["expert"], len(local))
+    tensor = math.gcd(mesh.shape["tensor"], len(local) // expert)
+    fsdp = math.gcd(mesh.shape["fsdp"], len(local) // (tensor * expert))
+    arranged = np.asarray(local).reshape(-1, fsdp, tensor, expert)
+    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def params_on_host(params: Params, mesh: Mesh) -> Params:
@@ -230,7 +234,7 @@ def params_on_host(params: Params, mesh: Mesh) -> Params:
     hosts = Mesh(
         np.asarray(by_host).reshape(-1, *local_mesh.devices.shape),
         ("hosts", *AXES),
-        axis_types=(AxisType.Auto,) * 4,
+        axis_types=(AxisType.Auto,) * (1 + len(AXES)),
     )
 
     def gather(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from poly_epo_jax.memory_plan.plan import Plan, batch_bytes
 from poly_epo_jax.memory_plan.tables import amount, more_memory, plan_of
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.lora import lora_fields, trained_pattern
+from poly_epo_jax.model.lora import check_adapter, lora_fields, trained_pattern
 from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.policy import find_model
 from poly_epo_jax.model.presets import has_preset, preset_config
@@ -123,8 +123,11 @@ def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
         assert task is not None
         return dataclasses.replace(base_shape(config.base, task), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):
-        return preset_config(config.model.path, **compute)
-    return hf.read_model_config(find_model(config.model.path), **compute)
+        found = preset_config(config.model.path, **compute)
+    else:
+        found = hf.read_model_config(find_model(config.model.path), **compute)
+    check_adapter(found)
+    return found
 
 
 def check_writable(key: str, folder: Path) -> None:

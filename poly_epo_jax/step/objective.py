@@ -20,7 +20,7 @@ from poly_epo_jax.types import Metrics
 DeviceMetrics = dict[str, jax.Array]
 
 UPDATE_METRICS = {
-    *("loss", "entropy", "reference_kl", "tokens", "padding", "places", "truncated", "masked"),
+    *("loss", "entropy", "reference_kl", "tokens", "padding", "places", "truncated", "masked", "expert_load"),
     *("mismatch", "mismatch_kl", "mismatch_tokens", "mismatch_max"),
     *("gradient_norm", "update_norm", "weight_norm", "learning_rate"),
 }

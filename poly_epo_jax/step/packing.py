@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from poly_epo_jax.config.keys import Config, max_sequence_tokens
+from poly_epo_jax.parallel.mesh import row_shards
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -271,11 +272,6 @@ def fillable_rows(config: Config, mesh_shape: Mapping[str, int]) -> int:
     """
     sequences = config.train.prompts_per_minibatch * config.train.num_generations
     return sequences // max(1, row_tokens(config) // max_sequence_tokens(config)) // row_shards(mesh_shape)
-
-
-def row_shards(mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of row shards, which is the product of the data and fsdp axes of the mesh."""
-    return mesh_shape["data"] * mesh_shape["fsdp"]
 
 
 def microbatch_rows(config: Config, mesh_shape: Mapping[str, int]) -> int:

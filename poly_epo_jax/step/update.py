@@ -85,11 +85,9 @@ class PolicyUpdate:
         jit = partial(jax.jit, compiler_options=compiler_options(mesh))
         self._init = jax.jit(self._first_state, out_shardings=self.shardings)
         self._zeros = jax.jit(partial(jax.tree.map, _float32_zeros), out_shardings=weights)
-        self._logprobs = jit(lambda params, batch: self._forward(params, batch)[0], out_shardings=row_sharding(mesh))
+        self._logprobs = jit(lambda params, batch: self._forward(params, batch)[0][0], out_shardings=row_sharding(mesh))
         self._accumulate = jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
-        self._measure = jit(
-            lambda params, batch: self.objective(*self._forward(params, batch), batch)[1], out_shardings=scalar
-        )
+        self._measure = jit(lambda params, batch: self._loss(params, batch)[1], out_shardings=scalar)
         self._apply = jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
         self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
 
@@ -106,21 +104,32 @@ class PolicyUpdate:
         )
         return TrainState(trainable, frozen, opt_state, scalar)
 
-    def _forward(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
-        """Computes the log-probabilities of the targets and the entropies, [R, T], on response tokens."""
+    def _forward(self, params: Params, batch: PackedBatch) -> tuple[tuple[jax.Array, jax.Array], DeviceMetrics]:
+        """Computes the log-probabilities of the targets and the entropies, [R, T], on response tokens.
+
+        Returns:
+          Both arrays, and statistics of the routers.
+        """
         policy = nnx.merge(self._model_def, params)
         tokens, positions, segment_ids, targets = map(
             jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.targets)
         )
-        hidden = policy(tokens, positions, segment_ids)
+        hidden, statistics = policy.hidden_states(tokens, positions, segment_ids)
         is_response = jnp.asarray(batch.weights) > 0
-        return token_logprobs(hidden, policy.head, targets, is_response, self.objective.temperature)
+        values = token_logprobs(hidden, policy.head, targets, is_response, self.objective.temperature)
+        return values, statistics
+
+    def _loss(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, DeviceMetrics]:
+        values, statistics = self._forward(params, batch)
+        total, metrics = self.objective(*values, batch)
+        # Weighted by tokens, because `summarize` divides the sums over microbatches by the number of tokens.
+        return total, metrics | {name: value * metrics["tokens"] for name, value in statistics.items()}
 
     def _add_gradient(
         self, trainable: Params, frozen: Params, gradients: Params, batch: PackedBatch
     ) -> tuple[Params, DeviceMetrics]:
         def loss(trainable: Params) -> tuple[jax.Array, DeviceMetrics]:
-            return self.objective(*self._forward(merge_params(trainable, frozen), batch), batch)
+            return self._loss(merge_params(trainable, frozen), batch)
 
         # The backward pass adds each layer's gradient in place, so that a second gradient tree is never allocated.
         total, pullback, metrics = jax.vjp(loss, trainable, has_aux=True)

@@ -50,7 +50,7 @@ def test_all_stages_with_the_embedded_sampler(small_roofline, tmp_path, capsys):
     # Old log-probabilities are computed for the second of two equal minibatches: half of the forward passes of the
     # step, compared with three passes for the gradients.
     assert stages["logprobs"]["flops"] == pytest.approx(stages["gradient"]["flops"] / 6)
-    assert found["setting"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert found["setting"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
     assert "gradient" in capsys.readouterr().out
 
 
@@ -80,7 +80,7 @@ def test_a_disabled_kernel_is_not_measured(small_roofline, tmp_path, monkeypatch
 
 def test_the_papers_batch_packs_with_less_than_five_percent_padding():
     """Each minibatch has 512 sequences of log-normal length, in microbatches of four rows of 16,384 tokens."""
-    workload = make_workload(read_config(polaris.get_config()), 100, {"data": 1, "fsdp": 4})
+    workload = make_workload(read_config(polaris.get_config()), 100, {"data": 1, "fsdp": 4, "tensor": 1, "expert": 1})
     assert [len(workload.response_lengths), len(workload.minibatches)] == [1024, 2]
     assert 0.35 * 4096 < workload.response_lengths.mean() < 0.45 * 4096
     assert np.percentile(workload.response_lengths, 99) > 2 * workload.response_lengths.mean()

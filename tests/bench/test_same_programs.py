@@ -126,5 +126,5 @@ def test_forward_passes_are_counted_as_in_training(has_reference, forward_passes
 def test_the_number_of_updates_equals_training(tmp_path, prompts, per_minibatch):
     changes = {"train.prompts_per_batch": prompts, "train.prompts_per_minibatch": per_minibatch}
     config = configured(tmp_path, {}, **changes)
-    workload = make_workload(config, 20, {"data": 1, "fsdp": 1, "tensor": 1})
+    workload = make_workload(config, 20, {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1})
     assert len(workload.minibatches) == updates_per_step(config.train) == prompts // per_minibatch

@@ -20,8 +20,15 @@ from poly_epo_jax.startup.read_config import read_config
 
 FOLDER = Path(polynomial.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
-MESH = {"data": 1, "fsdp": 2, "tensor": 1}
-MODEL_SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 192, "vocab_size": 22}
+MESH = {"data": 1, "fsdp": 2, "tensor": 1, "expert": 1}
+MODEL_SIZES = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_size": 192,
+    "vocab_size": 22,
+    "num_experts": 0,
+}
 
 
 def load(name: str, method: str = "poly_epo") -> ConfigDict:
@@ -263,6 +270,7 @@ def test_unknown_keys_of_a_file_are_rejected():
     [
         ({"fsdp": 9}, {}, ["mesh.fsdp=9 does not divide the model's hidden_size=64", "on 9 devices is data=9, fsdp=1"]),
         ({"tensor": 3}, {}, ["mesh.tensor=3 does not divide the model's num_heads=4", "data=3, fsdp=1, tensor=2"]),
+        ({"expert": 2}, {}, ["mesh.expert=2 does not divide the model's num_experts=1", "expert=1"]),
         ({"tensor": 4}, {}, ["mesh.tensor=4", "num_kv_heads=2", "on 8 devices is data=1, fsdp=4, tensor=2"]),
         ({"tensor": 2}, {"train.row_tokens": 41}, ["mesh.tensor=2", "train.row_tokens=41", "data=1, fsdp=4, tensor=1"]),
     ],
@@ -298,7 +306,8 @@ def test_polaris_config_matches_the_papers_table():
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
 def test_the_papers_model_can_be_sharded(mesh: dict[str, int]):
     sizes = {"hidden_size": 2560, "num_heads": 32, "num_kv_heads": 8, "mlp_size": 9728, "vocab_size": 151_936}
-    check(load("polaris"), {"data": 1, "fsdp": 1, "tensor": 1} | mesh, sizes)
+    sizes["num_experts"] = 0
+    check(load("polaris"), {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1} | mesh, sizes)
 
 
 def test_changed_keys_lists_differences_in_nested_sections():

@@ -138,7 +138,7 @@ def test_a_disk_that_changes_bits_fails(tmp_path, monkeypatch):
     ("mesh", "words"),
     [
         ({"mesh__fsdp": 3}, ("mesh.fsdp=3 ", "hidden_size=16", "nearest")),
-        ({"mesh__fsdp": 16}, ("mesh.data=1, mesh.fsdp=16, mesh.tensor=1 ", "16 devices", "nearest")),
+        ({"mesh__fsdp": 16}, ("mesh.data=1, mesh.fsdp=16, mesh.tensor=1, mesh.expert=1 ", "16 devices", "nearest")),
         ({"mesh__device_kind": "h200", "mesh__num_devices": 8}, ("mesh.device_kind=h200", "cpu")),
     ],
     ids=["not a divisor", "too many", "other devices"],

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ LLAMA3 = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def by_type(full: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +80,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"no_rope_layers": [1, 1, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": TYPES},
     ),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 12}),
+    "qwen3_moe_raw": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": False}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", by_type(YARN | {"attention_factor": 1.3})),
     "gemma3": (
@@ -159,6 +162,18 @@ def assert_close(found: Any, expected: Any, relative: float) -> None:
         np.testing.assert_allclose(x, y, atol=relative * np.abs(y).max(), rtol=0)
 
 
+def separate_experts(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the gradients by their names in model folders, where each expert has separate tensors."""
+    for name, parameter in model.named_parameters():
+        folder, _, stack = name.partition(".experts.")
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(stack)
+        for index, expert in enumerate(parameter.grad if names else ()):
+            for part, gradient in zip(names or (), expert.chunk(len(names or ())), strict=True):
+                yield f"{folder}.experts.{index}.{part}.weight", gradient
+        if not names:
+            yield name, parameter.grad
+
+
 @pytest.mark.slow
 def test_logits_and_gradients_of_packed_rows(case):
     expected = transformer_logits(case.transformer)
@@ -169,7 +184,7 @@ def test_logits_and_gradients_of_packed_rows(case):
 
     torch.stack([torch.sin(logits).sum() for logits in expected]).sum().backward()
     gradients = dict(exported_tensors(loss_gradients(case.config, case.params, packed_row()), case.config, "float32"))
-    parameters = {name: parameter.grad for name, parameter in case.transformer.named_parameters()}
+    parameters = dict(separate_experts(case.transformer))
     case.transformer.zero_grad()
     assert gradients.keys() == parameters.keys()
     for name, gradient in parameters.items():
@@ -232,7 +247,10 @@ def test_exported_folders(case, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_results_do_not_depend_on_the_mesh(case):
-    mesh, row = make_mesh(2, 2, 2), tuple(jnp.tile(x, (4, 1)) for x in packed_row())
+    mesh, row = (
+        make_mesh(*(1, 2, 2, 2) if case.config.num_experts else (2, 2, 2)),
+        tuple(jnp.tile(x, (4, 1)) for x in packed_row()),
+    )
     params = jax.device_put(case.params, param_shardings(abstract_model(case.config), mesh))
     gradients = loss_gradients(case.config, case.params, row)
     with jax.set_mesh(mesh):

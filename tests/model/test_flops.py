@@ -20,6 +20,7 @@ BILLIONS = {
     "Qwen3-8B": 8.19,
     "Qwen3-14B": 14.77,
     "Qwen3-32B": 32.76,
+    "Qwen3-30B-A3B": 30.53,
 }
 
 
@@ -60,6 +61,19 @@ def test_presets_have_the_published_sizes(name):
     config = preset_config(f"Qwen/{name}-Base", dtype="float32")
     assert config.dtype == "float32"
     assert flops.total_weights(config) / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
+
+
+def test_mixtures_count_only_active_experts():
+    config = preset_config("Qwen/Qwen3-30B-A3B")
+    active = flops.total_weights(config) - flops.layer_weights(config) + flops.active_weights(config)
+    assert active / 1e9 == pytest.approx(3.35, rel=0.005)
+    one_token = np.array([1]), np.array([0])
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim
+    assert flops.forward_flops(config, *one_token) == 2 * flops.active_weights(config) + attention
+    mesh = {"data": 1, "fsdp": 2, "tensor": 1, "expert": 4}
+    experts = (3 * 2048 * 768 + 2048) * 128 * config.num_layers  # MLPs and routers
+    others = flops.total_weights(config) - experts
+    assert flops.weights_per_device(config, mesh) == experts / 8 + others / 2
 
 
 def test_other_names_have_no_preset():

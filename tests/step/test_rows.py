@@ -9,8 +9,8 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.step.packing import make_pack, microbatch_rows, row_tokens, rows_per_device
 
-ONE = {"data": 1, "fsdp": 1, "tensor": 1}
-FOUR = {"data": 2, "fsdp": 2, "tensor": 1}
+ONE = {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
+FOUR = {"data": 2, "fsdp": 2, "tensor": 1, "expert": 1}
 
 
 def config(**changes: Any) -> Config:

@@ -21,7 +21,7 @@ KINDS = {"cpu": "cpu", "gpu": "NVIDIA H200", "tpu": "TPU v5p"}
 def devices_elsewhere(platform: str) -> AbstractContextManager[Any]:
     """Returns a context in which functions are traced for one device of the given platform."""
     device = AbstractDevice(KINDS[platform], None if platform == "gpu" else 1, platform)
-    mesh = AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3, abstract_device=device)
+    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 

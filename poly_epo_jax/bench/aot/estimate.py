@@ -13,6 +13,7 @@ from collections.abc import Callable
 from poly_epo_jax.bench.aot.collectives import Collective, collective_of, ended_by
 from poly_epo_jax.bench.aot.hlo import Instruction, Program, array_bytes, loop_trips, nested
 from poly_epo_jax.bench.aot.matmul_flops import matmul_flops
+from poly_epo_jax.model.experts import EXPERTS_SCOPE
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 FREE |= {"optimization-barrier", "copy-start", "copy-done", "iota"}
@@ -86,7 +87,11 @@ class ProgramEstimate:
 
 
 def estimate_cost(
-    program: Program, rates: Rates, kernel_flops: Callable[[str], float], default_trip_count: int = 1
+    program: Program,
+    rates: Rates,
+    kernel_flops: Callable[[str], float],
+    default_trip_count: int = 1,
+    expert_blocks: int = 1,
 ) -> ProgramEstimate:
     """Estimates the costs of one run of a program.
 
@@ -95,12 +100,13 @@ def estimate_cost(
       rates: Peak rates of one device.
       kernel_flops: Function that maps the name of a kernel to the FLOPs of one execution.
       default_trip_count: Number of iterations of loops whose trip count depends on the data.
+      expert_blocks: Number of iterations of the loops over blocks of experts.
 
     Returns:
       The estimated costs.
     """
     found = ProgramEstimate()
-    _run(_Reader(program, rates, kernel_flops, default_trip_count, found), program.entry, 1, 0)
+    _run(_Reader(program, rates, kernel_flops, default_trip_count, expert_blocks, found), program.entry, 1, 0)
     return found
 
 
@@ -112,6 +118,7 @@ class _Reader:
     rates: Rates
     kernel_flops: Callable[[str], float]
     default_trip_count: int
+    expert_blocks: int
     found: ProgramEstimate
 
 
@@ -122,7 +129,8 @@ def _run(reader: _Reader, name: str, times: int, loops: int) -> None:
     computation = reader.program.computations[name]
     for one in computation:
         if one.opcode == "while":
-            trips = loop_trips(reader.program, one) or reader.default_trip_count
+            default = reader.expert_blocks if EXPERTS_SCOPE in one.attributes else reader.default_trip_count
+            trips = loop_trips(reader.program, one) or default
             _run(reader, one.named("body"), times * trips, loops + 1)
         elif one.opcode in ("call", "conditional"):
             for called in one.called():

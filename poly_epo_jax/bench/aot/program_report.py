@@ -16,6 +16,7 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.memory_plan.plan import Plan
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.experts import block_size
 from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.logprobs import chunk_size
 from poly_epo_jax.parallel.devices import device_name
@@ -62,7 +63,8 @@ class ProgramReport:
         text = compiled.as_text()
         chunk = chunk_size(device_name(self._mesh.devices.flat[0].device_kind), self._model_config.vocab_size)
         chunks = -(-rows_per_device(config, mesh) * row_tokens(config) // mesh["tensor"] // chunk)
-        found = estimate_cost(parse(text), self._rates, self._kernel_flops, 1 if name == "decode" else chunks)
+        trips = (1, 1) if name == "decode" else (chunks, self._expert_blocks())
+        found = estimate_cost(parse(text), self._rates, self._kernel_flops, *trips)
         useful = self._useful_flops(name)
         self.programs[name] = {
             "memory": self._memory(name, compiled),
@@ -76,6 +78,16 @@ class ProgramReport:
             "total_seconds": found.total_seconds,
             "largest_costs": dict(sorted(found.costs.items(), key=lambda cost: -cost[1])[:NUM_COSTS]),
         }
+
+    def _expert_blocks(self) -> int:
+        """Returns the number of blocks of experts on one device and layer if all experts have equally many tokens."""
+        model, mesh = self._model_config, self._mesh.shape
+        if not model.num_experts:
+            return 1
+        tokens = rows_per_device(self._config, mesh) * row_tokens(self._config) * mesh["expert"]
+        pairs = tokens * model.experts_per_token
+        blocks = -(-pairs // model.num_experts // block_size(pairs, model.num_experts))
+        return blocks * model.num_experts // mesh["expert"]
 
     def _kernel_flops(self, kernel: str) -> float:
         heads = self._model_config.num_heads // self._mesh.shape["tensor"]

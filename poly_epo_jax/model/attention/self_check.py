@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.config.keys import ConfigError
@@ -24,8 +24,8 @@ from poly_epo_jax.model import attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.rounding import exact_matmuls, tolerance_of
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.mesh import AXES
-from poly_epo_jax.parallel.sharding import row_sharding
+from poly_epo_jax.parallel.mesh import row_shards
+from poly_epo_jax.parallel.sharding import make_mesh, row_sharding
 from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.text import first_line
@@ -84,7 +84,7 @@ def check_attention(implementation: str, mesh: Mesh, config: ModelConfig) -> Att
     """
     length, kv_heads = max(map(sum, SEGMENTS)), 2 * mesh.shape["tensor"]
     ids = np.array([np.repeat([*range(1, len(r) + 1), 0], [*r, length - sum(r)]) for r in SEGMENTS], np.int32)
-    ids = np.tile(ids, (mesh.shape["data"] * mesh.shape["fsdp"], 1))
+    ids = np.tile(ids, (row_shards(mesh.shape), 1))
     rng, heads, real = (
         np.random.default_rng(0),
         config.num_heads // config.num_kv_heads * kv_heads,
@@ -207,7 +207,7 @@ def _cached_check(implementation: str, mesh: Mesh, config: ModelConfig, cache: P
     )
     if name in _read_cache(cache):
         return AttentionCheck(implementation, device.device_kind, {})
-    alone = Mesh(np.array([[[device]]]), AXES, axis_types=(AxisType.Auto,) * 3)
+    alone = make_mesh(1, 1, 1, available=[device])
     check = check_attention(implementation, alone, config)
     if check.passed:
         # The other processes of this run and other runs may write the file concurrently.

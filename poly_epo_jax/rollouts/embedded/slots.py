@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache, gather_weights_over_fsdp
+from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.types import Params, Sampling
@@ -61,7 +62,7 @@ class Slots:
       config: Configuration of the model.
       weights: Weights from `decoding.decoding_weights`. A copy that is replicated over `fsdp` is kept until the slots
         are deleted.
-      mesh: Mesh with the axes `data`, `fsdp` and `tensor`. Slots are sharded over `data` and `fsdp`.
+      mesh: Mesh of the policy. Slots are sharded over `ROWS`.
       stop_ids: Token ids [S] that end a generation.
       prompts: Tokens [L] of each prompt.
       jobs: Generations to decode, sorted by the index of their prompt.
@@ -191,21 +192,22 @@ class Slots:
 
 
 def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: int) -> tuple[int, int]:
-    """Returns the number of slots, and of prompts that are prefilled at once. Both are multiples of data * fsdp.
+    """Returns the number of slots, and of prompts that are prefilled at once. Both are multiples
+    of `row_shards`.
 
     With one generation per prompt, as in later turns, the number of jobs varies between calls. It is then rounded up to
     a power of two, so that few programs are compiled, and one prompt is prefilled for every TURNOVER slots.
 
     Args:
-      mesh: Mesh with the axes `data` and `fsdp`.
-      max_concurrent: Maximum number of generations that are decoded at once, rounded up to a multiple of data * fsdp.
+      mesh: Mesh of the sampler.
+      max_concurrent: Maximum number of generations that are decoded at once, rounded up to a multiple of `row_shards`.
       num_jobs: Number of generations.
       num_generations: Number of generations per prompt.
 
     Returns:
       Arguments `num_slots` and `max_prompts` of `Slots`.
     """
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = row_shards(mesh.shape)
 
     def divisible(count: int) -> int:
         return -(-count // rows) * rows

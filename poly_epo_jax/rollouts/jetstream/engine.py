@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache
+from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.rollouts.embedded.slots import MIN_PADDED_PROMPT
@@ -82,7 +83,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
 
     Args:
       config: Configuration of the model.
-      mesh: Mesh with the axes `data`, `fsdp` and `tensor`.
+      mesh: Mesh of the policy.
       stop_ids: Token ids that end a generation.
       size: Sizes of the decoding state.
     """
@@ -91,7 +92,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
         self.size = size
         self._config, self._mesh = config, mesh
         self._stop_ids = np.asarray(stop_ids, np.int32)
-        self._shares = mesh.shape["data"] * mesh.shape["fsdp"]  # The number of rows must be a multiple of this.
+        self._shares = row_shards(mesh.shape)  # The number of rows must be a multiple of this.
         self._rows = -(-size.slots * size.samples_per_slot // self._shares) * self._shares
         self._sampling_state: SamplingState | None = None
         self._requests: dict[int, Request] = {}

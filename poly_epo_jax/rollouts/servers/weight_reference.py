@@ -17,11 +17,13 @@ from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.logprobs import token_logprobs
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.compiler_options import compiler_options
+from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.parallel.sharding import replicated, row_sharding
 from poly_epo_jax.types import Params
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Projections that vLLM and SGLang store as one tensor, with the rows of the parts in this order."""
+"""Projections that vLLM and SGLang store as one tensor, with the rows of the parts in this order. Both also stack the
+experts of a layer, in `w13_weight` (gate and up) and `w2_weight` (down)."""
 VOCAB_MULTIPLE = 64
 """vLLM and SGLang pad embedding and head with rows of zeros to a multiple of this number of rows."""
 SAMPLED_ENTRIES = 4096
@@ -109,7 +111,7 @@ class WeightReference:
           Log-probabilities of `token_ids` in nats, float32.
         """
         # All rows of the mesh are copies of the same row.
-        num_rows = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
+        num_rows = row_shards(self._mesh.shape)
         sequence = np.concatenate([prompt_ids, token_ids]).astype(np.int32)
         step = math.lcm(ROW_STEP, self._mesh.shape["tensor"])
         size, length = len(sequence), -(-len(sequence) // step) * step
@@ -135,7 +137,12 @@ def compared_tensors(names: Sequence[str], num_layers: int) -> dict[str, list[st
     """
     order = [part for parts in FUSED.values() for part in parts]
     chosen: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda name: next((i for i, part in enumerate(order) if f".{part}." in name), 0)):
+
+    def place(name: str) -> tuple[int, int]:
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        return int(expert[1]) if expert else -1, next((i for i, part in enumerate(order) if f".{part}." in name), 0)
+
+    for name in sorted(names, key=place):
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if layer is None or int(layer[1]) in (0, num_layers - 1):
             chosen.setdefault(_server_name(name), []).append(name)
@@ -148,6 +155,9 @@ def changed_fraction(before: PushedWeights, after: PushedWeights) -> float:
 
 
 def _server_name(name: str) -> str:
+    if ".experts." in name:
+        stack = "w2_weight" if ".down_proj." in name else "w13_weight"
+        return re.sub(r"\.experts\.\d+\..*", f".experts.{stack}", name)
     for fused, parts in FUSED.items():
         for part in parts:
             name = name.replace(f".{part}.", f".{fused}.")

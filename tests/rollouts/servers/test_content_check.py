@@ -23,7 +23,7 @@ from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.content_check import ContentCheck, make_probe
 from poly_epo_jax.rollouts.servers.evidence import EMPTY_SHA256, valid_checksums
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
-from poly_epo_jax.rollouts.servers.weight_reference import WeightReference
+from poly_epo_jax.rollouts.servers.weight_reference import WeightReference, compared_tensors
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -202,3 +202,14 @@ def test_the_probe_fits_in_the_sequences_of_the_run(max_sequence_tokens: int, le
     probe = make_probe(128, max_sequence_tokens, 32, stop_ids=(1, 14))
     assert (len(probe.prompt_ids), probe.max_tokens) == lengths
     assert not np.isin(probe.prompt_ids, [0, 1, 14]).any()
+
+
+def test_experts_are_compared_as_the_stacks_of_servers():
+    experts = [f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for p in ("down", "gate", "up") for e in range(2)]
+    found = compared_tensors([*experts, "model.layers.0.mlp.gate.weight"], 1)
+    stack = "model.layers.0.mlp.experts"
+    assert found == {
+        "model.layers.0.mlp.gate.weight": ["model.layers.0.mlp.gate.weight"],
+        f"{stack}.w13_weight": [f"{stack}.{e}.{p}_proj.weight" for e in range(2) for p in ("gate", "up")],
+        f"{stack}.w2_weight": [f"{stack}.{e}.down_proj.weight" for e in range(2)],
+    }

@@ -1,0 +1,94 @@
+"""Compares experts with a dense computation of all experts, and their work on several devices."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poly_epo_jax.bench.aot.estimate import Rates, estimate_cost
+from poly_epo_jax.bench.aot.hlo import parse
+from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.experts import Routing, apply_experts, block_size, expert_load
+from poly_epo_jax.parallel.sharding import make_mesh
+
+EXPERTS, CHOSEN, WIDTH, HIDDEN = 8, 2, 16, 24
+ROWS, TOKENS = 8, 20
+
+
+def operands(seed=0):
+    """Returns inputs, routing and weights. No token selects expert 3, and one expert has most of the tokens."""
+    rng = np.random.default_rng(seed)
+    scores = rng.standard_normal((ROWS, TOKENS, EXPERTS)) + np.array([0, 0, 4, -99, 0, 0, 0, 0])
+    experts = jnp.asarray(np.argsort(-scores)[..., :CHOSEN], jnp.int32)
+    routing = Routing(experts, jnp.asarray(rng.random(experts.shape), jnp.float32))
+    shapes = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+    mlp = tuple(jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for shape in shapes)
+    return jnp.asarray(rng.standard_normal((ROWS, TOKENS, WIDTH)), jnp.float32), routing, mlp
+
+
+def dense(x, routing, mlp):
+    gate, up, down = mlp
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
+    out = jnp.einsum("btef,efd->bted", hidden, down)
+    scales = jax.nn.one_hot(routing.experts, EXPERTS) * routing.scales[..., None]
+    return jnp.einsum("bted,btke->btd", out, scales)
+
+
+def gradients(function, x, routing, mlp):
+    def loss(x, scales, mlp):
+        return jnp.sin(function(x, Routing(routing.experts, scales), mlp)).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, routing.scales, mlp)
+
+
+def assert_trees_close(found, expected):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("axes", [(), (1, 1, 1, 8), (2, 2, 1, 2), (1, 2, 2, 2)])
+def test_outputs_and_gradients_match_all_experts(axes, is_sharded):
+    if axes and jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    function = functools.partial(apply_experts, jax.nn.silu, is_sharded)
+
+    def values(function):
+        return jax.jit(function)(*operands()), gradients(function, *operands()) if is_sharded or not axes else ()
+
+    expected = values(dense)
+    with jax.set_mesh(make_mesh(*axes)) if axes else contextlib.nullcontext():
+        found = values(function)
+    assert_trees_close(found, expected)
+
+
+def test_load_is_relative_to_the_mean():
+    config = ModelConfig(8, 8, 8, 1, 1, 1, 8, num_experts=4, experts_per_token=2)
+    experts = jnp.asarray([[[0, 1], [0, 2], [0, 3], [1, 2]]])
+    counted = jnp.asarray([[True, True, True, False]])
+    assert expert_load(config, experts, counted) == 3 / (6 / 4)
+    assert expert_load(config, experts, jnp.zeros_like(counted)) == 0
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_each_device_computes_its_share():
+    """The FLOPs of the compiled program on one device are inversely proportional to the number of devices."""
+    x, routing, mlp = operands()
+    places = jnp.arange(ROWS * TOKENS).reshape(ROWS, TOKENS, 1)
+    offsets = jnp.arange(CHOSEN).reshape(1, 1, -1) * EXPERTS // CHOSEN
+    balanced = Routing((places + offsets) % EXPERTS, routing.scales)
+    pairs = ROWS * TOKENS * CHOSEN
+    of_each_expert = -(-pairs // EXPERTS // block_size(pairs, EXPERTS))
+
+    def flops(expert):
+        with jax.set_mesh(make_mesh(1, 1, 1, expert)):
+            program = jax.jit(functools.partial(gradients, functools.partial(apply_experts, jax.nn.silu, True)))
+            text = program.lower(x, balanced, mlp).compile().as_text()
+        blocks = of_each_expert * EXPERTS // expert
+        return estimate_cost(parse(str(text)), Rates(1.0, 1.0, 1.0, None), lambda name: 0.0, 10**9, blocks).flops
+
+    useful = 2 * 3 * pairs * WIDTH * HIDDEN
+    assert 4 * flops(4) == flops(1) == pytest.approx(flops(2) * 2)
+    assert 3 * useful < flops(1) < 6 * useful
