@@ -10,6 +10,7 @@ from poly_epo_jax.memory_plan.tables import amount, machine_of
 from poly_epo_jax.model.attention import resolve_implementation
 from poly_epo_jax.model.attention.self_check import check_attention
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.parallel.mesh import shown_axes
 
 SIZE = 512  # Side length of the test matrices.
 
@@ -28,7 +29,7 @@ def check_devices(run: RunContext) -> CheckResult:
                 f"{device} returns incorrect products of small integers; stop using the device, and test its memory"
             )
     kind = mesh.devices.flat[0].device_kind
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    axes = ", ".join(f"{axis} {size}" for axis, size in shown_axes(mesh.shape).items())
     _, memory_bytes = machine_of(run.config)
     memory = f", {amount(memory_bytes)} each for JAX" if memory_bytes else ""
     processes = f" on {hosts.count()} hosts" if hosts.count() > 1 else ""

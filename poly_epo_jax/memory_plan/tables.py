@@ -14,7 +14,7 @@ from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.memory_plan.plan import Plan, make_plan, max_rows
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name, find_devices
-from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
+from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh, shown_axes
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.limits import memory_limit
 
@@ -53,7 +53,7 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
         )
     if not (brief and plan.memory_bytes and plan.needed_bytes < BRIEF_FRACTION * plan.memory_bytes):
         console.print(table)
-    axes = ", ".join(f"{axis} {size}" for axis, size in _shown_axes(plan).items())
+    axes = ", ".join(f"{axis} {size}" for axis, size in shown_axes(plan.machine.mesh).items())
     limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
     hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
     console.print(
@@ -107,7 +107,7 @@ def print_plans(
             name,
             str(mesh["processes"]),
             f"{mesh['num_devices']} x {mesh['device_kind']}",
-            " x ".join(map(str, _shown_axes(plan).values())),
+            " x ".join(map(str, shown_axes(plan.machine.mesh).values())),
             amount(sum(plan.resident.values())),
             amount(plan.needed_bytes),
             amount(plan.memory_bytes or 0),
@@ -204,7 +204,3 @@ def more_memory(plan: Plan) -> str:
 def amount(size: int) -> str:
     """Formats a number of bytes in GB or, below 0.1 GB, in MB."""
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
-
-
-def _shown_axes(plan: Plan) -> dict[str, int]:
-    return {axis: size for axis, size in plan.machine.mesh.items() if axis != "expert" or size > 1}

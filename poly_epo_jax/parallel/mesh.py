@@ -29,6 +29,11 @@ after the ModelConfig fields that contain their sizes, except for `norm`, the ax
 "tensor", None)."""
 
 
+def shown_axes(mesh_shape: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sizes of the axes that messages show. `expert` is only shown if it is above 1."""
+    return {axis: size for axis, size in mesh_shape.items() if axis != "expert" or size > 1}
+
+
 def row_shards(mesh_shape: Mapping[str, int]) -> int:
     """Returns the number of shards of the rows of a batch."""
     return prod(mesh_shape[axis] for axis in ROWS)

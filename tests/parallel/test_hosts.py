@@ -149,8 +149,8 @@ from poly_epo_jax.parallel.sharding import AXES, host_mesh, params_on_host
 
 weight = np.arange(32, dtype=np.float32).reshape(8, 4)
 for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0]):
-    devices = np.array([jax.devices()[i] for i in order]).reshape(1, 2, 2)
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+    devices = np.array([jax.devices()[i] for i in order]).reshape(1, 2, 2, 1)
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
     params = {"w": jax.make_array_from_callback(weight.shape, split, weight.__getitem__)}
     here = params_on_host(params, mesh)["w"]
@@ -209,7 +209,7 @@ def test_an_error_between_collectives_terminates_all_processes():
 def test_each_process_gathers_full_weights_for_any_device_order():
     # The devices of a process are neighbors along tensor in the first mesh, along fsdp in the second, and neither in
     # the third.
-    assert run_two_processes(GATHERING, devices=2) == [["(1, 1, 2) True", "(1, 1, 2) True", "(1, 1, 2) True"]] * 2
+    assert run_two_processes(GATHERING, devices=2) == [["(1, 1, 2, 1) True"] * 3] * 2
 
 
 def test_shares_partition_the_items(monkeypatch: pytest.MonkeyPatch):
