@@ -12,7 +12,7 @@ from poly_epo_jax.memory_plan.plan import make_plan, max_rows
 from poly_epo_jax.model.lora import lora_fields
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.parallel.devices import DEVICES, Machine
-from poly_epo_jax.parallel.mesh import AXES
+from poly_epo_jax.parallel.mesh import AXES, shown_axes
 from poly_epo_jax.startup.command_line import read_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -74,10 +74,10 @@ def _meshes() -> Iterable[str]:
         kind = mesh["device_kind"]
         if kind == "cpu":
             continue
-        axes = {axis: mesh[axis] for axis in AXES if axis in mesh}
+        axes = {axis: mesh.get(axis, 1) for axis in AXES}
         limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
         planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)]
-        count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, axes.values()))
+        count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, shown_axes(axes).values()))
         yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
     yield ""
 

@@ -40,7 +40,8 @@ def assert_trees_equal(found, expected):
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_registry_entries_name_exactly_the_weights_of_their_family(family):
     entry = ARCHITECTURES[family]
-    config = dataclasses.replace(SMALL, family=family, **entry.switches, tie_word_embeddings=False)
+    experts = {"num_experts": 4, "experts_per_token": 2} if "layers.router" in entry.weights else {}
+    config = dataclasses.replace(SMALL, family=family, **entry.switches, **experts, tie_word_embeddings=False)
     assert {tensor.path for tensor in hf._tensors(config).values()} == set(entry.weights)
     assert {field.name for field in dataclasses.fields(ModelConfig)} > set(entry.config_keys) | set(entry.switches)
 

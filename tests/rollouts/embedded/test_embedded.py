@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from test_token_sampling import reference_kept
 
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh
-from poly_epo_jax.rollouts.embedded import programs, sampler
+from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.embedded.slots import Slots, cache_sizes
 from poly_epo_jax.types import Generation, Problem, Request, Sampler, Sampling
@@ -314,7 +315,11 @@ def test_cache_sizes(length, sizes):
 def test_calls_of_different_sizes_share_few_numbers_of_slots(monkeypatch: pytest.MonkeyPatch):
     """Each number of slots compiles another program."""
     found: list[int] = []
-    monkeypatch.setattr(sampler, "Slots", lambda *arguments, **_: found.append(arguments[7]))
+
+    def record(self: Slots, *arguments: object, **_: object) -> None:
+        found.append(cast(int, arguments[7]))
+
+    monkeypatch.setattr(Slots, "__init__", record)
     monkeypatch.setattr(EmbeddedSampler, "weights", None)
     for full_batch, expected in ((0, [6, 5, 4, 3, 2, 1]), (4, [6, 5, 4, 4, 2, 1])):
         embedded = EmbeddedSampler(TINY_MODEL, make_mesh(1, 1, 1), [1], MAX_PROMPT, 512, 8 * full_batch)
