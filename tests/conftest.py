@@ -26,6 +26,9 @@ from fork_server import ForkServer
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
+MAX_MEMORY_MAPS = 20_000
+"""Number of memory maps of a test process above which the programs of finished test files are released."""
+
 install_import_hook("poly_epo_jax", "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -37,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_programs(request: pytest.FixtureRequest) -> None:
+def compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Caches all compiled programs, including small programs, which take most of the test time.
 
     Each test file has a separate folder, to which only one worker writes. Locks, which take longer than compiling small
@@ -49,6 +52,11 @@ def compiled_programs(request: pytest.FixtureRequest) -> None:
     jax.config.update("jax_compilation_cache_max_size", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     compilation_cache.reset_cache()
+    yield
+    # A compiled program has about 17 memory maps. The compiler crashes if a process exceeds 65,530, the limit of Linux.
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MAX_MEMORY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
