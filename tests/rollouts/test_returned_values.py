@@ -283,7 +283,14 @@ def test_counters_are_numbers_or_nan(monkeypatch: pytest.MonkeyPatch):
     valid = {"task/mine": np.float32(0.5), "grader/timeouts": 2, "task/y": math.nan, "mine": np.array(3)}
     found = counts(valid, {"judge/retries": 1.0, "judge/mine": -1e300})
     assert math.isnan(found.pop("task/y"))
-    assert found == {"task/mine": 0.5, "grader/timeouts": 2, "mine": 3, "judge/retries": 1.0, "judge/mine": -1e300}
+    of_batch = {"data/drawn": 3, "data/with_signal": 3, "data/without_signal": 0, "data/discarded": 0}
+    assert found == of_batch | {
+        "task/mine": 0.5,
+        "grader/timeouts": 2,
+        "mine": 3,
+        "judge/retries": 1.0,
+        "judge/mine": -1e300,
+    }
 
 
 def test_counters_that_some_processes_do_not_report_are_0():
