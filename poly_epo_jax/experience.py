@@ -118,11 +118,11 @@ class Experience:
             failures affect the update.
           Stopped: If a shutdown was requested.
         """
-        graded, usable, counts = [], [], {}
+        graded, usable, counts, num_drawn = [], [], {}, 0
         advantages = np.zeros((0, self.train.num_generations), np.float32)
-        while count := self._round_size(len(graded), advantages):
-            drawn, of_round = await self._exchange(step, position, len(graded), count)
-            graded, counts = graded + drawn, hosts.total([counts, of_round])
+        while count := self._round_size(num_drawn, advantages):
+            drawn, of_round = await self._exchange(step, position, num_drawn, count)
+            graded, counts, num_drawn = graded + drawn, hosts.total([counts, of_round]), num_drawn + count
             if self.reads_judge or self.judging.on_failure == "drop_always":
                 check_failed_fraction(graded, self.judging.max_failed_fraction)
             added = usable_groups(drawn, self.reads_judge, self.judging.on_failure)
@@ -195,8 +195,11 @@ class Experience:
         if not groups:
             return np.zeros((0, self.train.num_generations), np.float32)
         problems = [graded.group.problem for graded in groups]
-        computed = asyncio.to_thread(lambda: self.advantages(step, problems, batch_features(groups)))
-        return (await hosts.gather(computed))[0]
+
+        async def compute() -> Float[np.ndarray, "P N"]:
+            return self.advantages(step, problems, batch_features(groups))
+
+        return (await hosts.gather(compute()))[0]
 
     def _select(
         self,
