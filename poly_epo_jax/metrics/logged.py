@@ -122,11 +122,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             unit_axis=True,
         ),
         "response/masked": LoggedMetric(
-            "Masked truncated responses", "Number of truncated responses that algo.truncated=mask leaves out."
+            "Masked truncated responses",
+            "Number of truncated responses of the step, which algo.truncated=mask leaves out.",
         ),
         "response/penalty": LoggedMetric(
             "Overlong penalty",
-            "Mean penalty of algo.truncated=penalize over the generations of the update, before it is centered over "
+            "Mean penalty of algo.truncated=penalize over the generations of the step, before it is centered over "
             "each prompt's generations.",
         ),
         "response/staleness": LoggedMetric(

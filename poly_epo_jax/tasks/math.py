@@ -1,12 +1,12 @@
 r"""Mathematics problems from any dataset, rewarded if the answer in the last `\boxed{}` of the response is correct."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY, Range
+from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, load_problems, prompted
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
@@ -114,7 +114,7 @@ def _with_pass_rate(
 ) -> tuple[list[Problem], Dropped]:
     """Returns the problems whose pass rate in an evaluation's results.json is in a range, and counts the others."""
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))["per_problem"]
+        rows = read_object(file, "select another file")["per_problem"]
         rates = {str(row["problem"]): row["num_correct"] / row["num_generations"] for row in rows}
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         raise ValueError(

@@ -111,6 +111,9 @@ def test_problems_are_kept_by_their_pass_rate(make, tmp_path: Path):
         table.write_text(content)
         with pytest.raises(ValueError, match=r"task\.options\.keep=.*results\.json has no pass rates"):
             kept()
+    table.unlink()
+    with pytest.raises(ValueError, match=r"task\.options\.keep=.*results\.json has no pass rates"):
+        kept()
 
 
 def test_one_held_out_source_may_be_a_string(make: Callable[..., MathTask]):

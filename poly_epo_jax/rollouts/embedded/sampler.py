@@ -26,7 +26,7 @@ class EmbeddedSampler:
       stop_ids: Token ids that end a generation.
       max_prompt_tokens: Maximum number of prompt tokens of a first turn. The prompt of a later turn includes the
         previous turns, but a sequence is never longer than `max_prompt_tokens` plus the response limit.
-      max_concurrent: Maximum number of generations that are decoded at once, rounded up to a multiple of data * fsdp.
+      max_concurrent: Maximum number of generations that are decoded at once, rounded up to a multiple of `row_shards`.
         Other generations wait for a free slot.
       full_batch: Number of generations of a batch, if the size of calls varies. The number of slots of a smaller call
         is then halved from this number, so that few programs are compiled. 0 gives each call its own number of slots.

@@ -67,9 +67,9 @@ class Slots:
       prompts: Tokens [L] of each prompt.
       jobs: Generations to decode, sorted by the index of their prompt.
       sampling: Sampling parameters.
-      num_slots: Number of generations that are decoded at once. Must be a multiple of data * fsdp.
+      num_slots: Number of generations that are decoded at once. Must be a multiple of `row_shards`.
       max_prompts: Number of prompts that are prefilled at once. Their cache is stored in addition to the cache of the
-        slots. Must be a multiple of data * fsdp.
+        slots. Must be a multiple of `row_shards`.
       max_length: Maximum number of tokens of a prompt and its response. It determines the shapes of the compiled
         programs, so it should be the same in all calls.
     """
@@ -192,8 +192,7 @@ class Slots:
 
 
 def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: int) -> tuple[int, int]:
-    """Returns the number of slots, and of prompts that are prefilled at once. Both are multiples
-    of `row_shards`.
+    """Returns the number of slots, and of prompts that are prefilled at once, both multiples of `row_shards`.
 
     With one generation per prompt, as in later turns, the number of jobs varies between calls. It is then rounded up to
     a power of two, so that few programs are compiled, and one prompt is prefilled for every TURNOVER slots.
