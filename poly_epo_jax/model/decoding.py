@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.experts import Routing, apply_experts
+from poly_epo_jax.model.experts import Routing, apply_experts, without_experts
 from poly_epo_jax.model.layer import ACTIVATIONS, embed, layer_kinds, make_rotations, normalize, run_layer
 from poly_epo_jax.model.lora import is_adapter, merge_adapter
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
@@ -215,7 +215,7 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
         return out.reshape(rows * length, *q.shape[2:])
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), attend)
+    _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), valid.reshape(-1), attend)
     return KVCache(tuple(keys), tuple(values), length, config.layer_windows)
 
 
@@ -229,7 +229,12 @@ def _last_tokens(x: Float[Array, "Q L K D"], valid: Bool[Array, "Q L"], window: 
 
 
 def decode(
-    config: ModelConfig, weights: Params, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
+    config: ModelConfig,
+    weights: Params,
+    tokens: Int[Array, " B"],
+    positions: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    cache: KVCache,
 ) -> tuple[Float[Array, "V B"], KVCache]:
     """Appends one token per row to the cache and computes the logits of the next token.
 
@@ -238,6 +243,7 @@ def decode(
       weights: Weights from `decoding_weights`.
       tokens: Token of each of the B rows.
       positions: Position of each token in its sequence. Cached tokens up to this position are visible.
+      active: Mask of the rows whose logits are used. The tokens of other rows do not pass through experts.
       cache: Cache with B rows.
 
     Returns:
@@ -254,7 +260,7 @@ def decode(
         # After `size` tokens, all stored tokens are in the window.
         return cached_attention(q, keys[layer], values[layer], jnp.arange(size)[None] <= positions[:, None])
 
-    x = _hidden_states(config, weights, tokens, positions, attend)
+    x = _hidden_states(config, weights, tokens, positions, active, attend)
     logits = jnp.matmul(weights["head"], x.T, preferred_element_type=jnp.float32)
     return logits, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))
 
@@ -264,17 +270,21 @@ def _hidden_states(
     weights: Params,
     tokens: Int[Array, " M"],
     positions: Int[Array, " M"],
+    valid: Bool[Array, " M"],
     attend: Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> Float[Array, "M D"]:
-    """Returns the final hidden states.
+    """Returns the final hidden states. Those of tokens that are not `valid` are undefined.
 
     `attend(layer, q, k, v)` maps queries [M, num_heads, head_dim], and keys and values [M, num_kv_heads, head_dim], to
     an array of the shape of the queries.
     """
 
+    def select(routing):
+        return without_experts(config, routing, ~valid)
+
     rotations, kinds = make_rotations(config, positions), layer_kinds(config)
     x = constrain_sharding(embed(config, weights["head" if config.tie_word_embeddings else "embed"], tokens), ROWS)
     for layer, (own, kind) in enumerate(zip(weights["layers"], kinds, strict=True)):
         rotation = rotations[kind.rope]
-        x = run_layer(config, _LayerWeights(config, own), x, rotation, functools.partial(attend, layer))
+        x = run_layer(config, _LayerWeights(config, own), x, rotation, functools.partial(attend, layer), select)
     return normalize(config, x, weights["norm"])

@@ -60,16 +60,28 @@ def route(config: ModelConfig, x: Float[Array, "*M D"], router: Float[Array, "D 
     return Routing(experts, scales)
 
 
-def expert_load(config: ModelConfig, experts: Int[Array, "B T K"], counted: Bool[Array, "B T"]) -> Float[Array, ""]:
+def without_experts(config: ModelConfig, routing: Routing, is_padding: Bool[Array, "*M"]) -> Routing:
+    """Returns the routing with index `num_experts`, which no device processes, for padding.
+
+    All padding tokens are equal and would pass through the same experts, so that their devices would have more work
+    than the others.
+
+    Args:
+      config: Model configuration.
+      routing: Experts of each token.
+      is_padding: Mask of the tokens whose outputs are not used.
+    """
+    return routing._replace(experts=jnp.where(is_padding[..., None], config.num_experts, routing.experts))
+
+
+def expert_load(config: ModelConfig, experts: Int[Array, "B T K"]) -> Float[Array, ""]:
     """Returns the largest number of tokens of an expert relative to the mean of all experts.
 
     Args:
       config: Model configuration.
-      experts: Experts of each token.
-      counted: Mask of the tokens to count.
+      experts: Experts of each token. Padding has none.
     """
-    is_selected = jax.nn.one_hot(experts, config.num_experts) * counted[..., None, None]
-    counts = is_selected.sum(axis=(0, 1, 2))
+    counts = jax.nn.one_hot(experts, config.num_experts).sum(axis=(0, 1, 2))
     return counts.max() / jnp.maximum(counts.mean(), 1.0 / config.num_experts)
 
 

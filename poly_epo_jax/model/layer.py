@@ -94,7 +94,7 @@ def run_layer(
     x: Float[Array, "*M D"],
     rotation: Rotation,
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    observe: Callable[[Routing], None] = lambda routing: None,
+    select: Callable[[Routing], Routing] = lambda routing: routing,
 ) -> Float[Array, "*M D"]:
     """Applies a layer to the residual stream.
 
@@ -105,7 +105,7 @@ def run_layer(
       rotation: Rotary angles of the tokens.
       attend: Function of rotated queries [*tokens, num_heads, head_dim], rotated keys and values [*tokens,
         num_kv_heads, head_dim] that returns an array of the shape of the queries.
-      observe: Function that receives the routing of the tokens if the layer has experts.
+      select: Function of the routing of the tokens, if the layer has experts, that returns the routing to apply.
 
     Returns:
       The residual stream after the layer.
@@ -126,7 +126,7 @@ def run_layer(
     x = x + norm(weights.project(attended, "o"), "attention_post_norm")
     h = norm(x, "mlp_norm")
     if config.num_experts:
-        observe(routing := route(config, h, weights.vector("router")))
+        routing = select(route(config, h, weights.vector("router")))
         return x + norm(weights.apply_experts(h, routing), "mlp_post_norm")
     activated = ACTIVATIONS[config.activation](weights.project(h, "gate"))
     return x + norm(weights.project(activated * weights.project(h, "up"), "down"), "mlp_post_norm")

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.experts import Routing, apply_experts, expert_load
+from poly_epo_jax.model.experts import Routing, apply_experts, expert_load, without_experts
 from poly_epo_jax.model.layer import (
     ACTIVATIONS,
     LayerKind,
@@ -182,15 +182,17 @@ class Transformer(nnx.Module):
             weights, numbers = layer
             kind, loads = kinds[0]._replace(**numbers), {}
 
-            def observe(routing):
-                loads["expert_load"] = expert_load(config, routing.experts, segment_ids > 0)
+            def select(routing):
+                routing = without_experts(config, routing, segment_ids == 0)
+                loads["expert_load"] = expert_load(config, routing.experts)
+                return routing
 
             def attend(q, k, v):
                 longest = config.max_sequence_tokens
                 return packed_attention(q, k, v, segment_ids, config.attention, longest, positions, kind.window)
 
             rotation = select_rotation(rotations, kind.rope)
-            x = run_layer(config, nnx.merge(layer_def, weights), x, rotation, attend, observe)
+            x = run_layer(config, nnx.merge(layer_def, weights), x, rotation, attend, select)
             return constrain_sharding(x, ROWS), loads
 
         if config.remat != "none":

@@ -26,11 +26,11 @@ def decoded(config, params, tokens, cache_length):
     cache = cache.with_rows(jnp.array([3, 1, 0, 9]), prompts, jnp.array([0, 1, 2, 0]))  # Row 9 does not exist.
     rows = np.array([3, 1, 0])
     logits = np.zeros((len(LENGTHS), TOTAL, config.vocab_size), np.float32)
-    positions, now = np.zeros(4, np.int32), np.zeros(4, np.int32)
+    positions, now, active = np.zeros(4, np.int32), np.zeros(4, np.int32), jnp.arange(4) != 2
     for step in range(TOTAL):
         position = np.minimum(np.array(LENGTHS) - 1 + step, TOTAL - 1)
         positions[rows], now[rows] = position, tokens[np.arange(3), position]
-        found, cache = decode(config, weights, jnp.asarray(now), jnp.asarray(positions), cache)
+        found, cache = decode(config, weights, jnp.asarray(now), jnp.asarray(positions), active, cache)
         logits[np.arange(3), position] = np.asarray(found).T[rows]
     return logits
 

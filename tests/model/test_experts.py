@@ -11,7 +11,7 @@ import pytest
 from poly_epo_jax.bench.aot.estimate import Rates, estimate_cost
 from poly_epo_jax.bench.aot.hlo import parse
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.experts import Routing, apply_experts, block_size, expert_load
+from poly_epo_jax.model.experts import Routing, apply_experts, block_size, expert_load, without_experts
 from poly_epo_jax.parallel.sharding import make_mesh
 
 EXPERTS, CHOSEN, WIDTH, HIDDEN = 8, 2, 16, 24
@@ -67,9 +67,35 @@ def test_outputs_and_gradients_match_all_experts(axes, is_sharded):
 def test_load_is_relative_to_the_mean():
     config = ModelConfig(8, 8, 8, 1, 1, 1, 8, num_experts=4, experts_per_token=2)
     experts = jnp.asarray([[[0, 1], [0, 2], [0, 3], [1, 2]]])
-    counted = jnp.asarray([[True, True, True, False]])
-    assert expert_load(config, experts, counted) == 3 / (6 / 4)
-    assert expert_load(config, experts, jnp.zeros_like(counted)) == 0
+
+    def load(is_padding):
+        routing = without_experts(config, Routing(experts, experts), jnp.asarray([is_padding]))
+        return expert_load(config, routing.experts)
+
+    assert load([False, False, False, True]) == 3 / (6 / 4)
+    assert load([True] * 4) == 0
+
+
+@pytest.mark.parametrize("axes", [(), (1, 2, 1, 4)])
+def test_padding_does_not_reach_the_experts(axes):
+    """Only padding selects expert 3, whose weights are NaN."""
+    if axes and jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    x, routing, mlp = operands()
+    is_padding = jnp.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) % 3 == 0
+    experts = jnp.where(is_padding[..., None], jnp.asarray([3, 0]), routing.experts)
+    config = ModelConfig(8, 8, 8, 1, 1, 1, 8, num_experts=EXPERTS, experts_per_token=CHOSEN)
+    masked = without_experts(config, routing._replace(experts=experts), is_padding)
+    function = functools.partial(apply_experts, jax.nn.silu, True)
+
+    expected = dense(x, routing, mlp) * ~is_padding[..., None]
+    broken = tuple(weight.at[3].set(jnp.nan) for weight in mlp)
+    with jax.set_mesh(make_mesh(*axes)) if axes else contextlib.nullcontext():
+        found = jax.jit(function)(x, masked, broken)
+        d_x, d_scales, _ = gradients(function, x, masked, broken)
+    assert_trees_close(found, expected)
+    assert not d_x[is_padding].any() and not d_scales[is_padding].any()
+    assert d_x[~is_padding].all()
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")

@@ -189,7 +189,7 @@ def _next_token(
     config: ModelConfig, weights: Params, state: SlotState, stop_ids: Int[Array, " S"], **sampling: Any
 ) -> SlotState:
     rows = jnp.arange(len(state.token))
-    logits, cache = decoding.decode(config, weights, state.token, state.position, state.cache)
+    logits, cache = decoding.decode(config, weights, state.token, state.position, state.active, state.cache)
     token, logprob = sample_tokens(logits, state.seed, state.length, **sampling)
     place = jnp.where(state.active, state.length, state.tokens.shape[1])  # Out-of-bounds writes are dropped.
     length = state.length + state.active
