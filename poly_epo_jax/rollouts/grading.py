@@ -15,11 +15,13 @@ from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_re
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import (
     Clustering,
+    Generation,
     GradedGroup,
     Group,
     Judge,
     JudgeFailure,
     Problem,
+    Rewarded,
     Task,
 )
 
@@ -70,7 +72,7 @@ async def grade_groups(
 async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
     async def score() -> np.ndarray:
         with clock.stage("grade"):
-            rewards = await in_daemon_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
+            rewards = await in_daemon_thread(lambda: [_reward(task, group.problem, y) for y in group.generations])
         return checked_rewards(task, group.problem, rewards)
 
     async def cluster():
@@ -82,6 +84,13 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     if then is not None:
         await then(graded)
     return graded
+
+
+def _reward(task: Task, problem: Problem, generation: Generation) -> Any:
+    if generation.outcome is not None:
+        return generation.outcome.reward
+    assert isinstance(task, Rewarded)
+    return task.reward(problem, generation)
 
 
 def usable_groups(graded: Sequence[GradedGroup], reads_judge: bool, on_failure: str) -> list[GradedGroup]:

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from typing import Literal
 
 import httpx
 import numpy as np
@@ -67,6 +68,8 @@ class ServerSampler:
         sent to an idle server.
       timeout_seconds: Timeout in seconds for the generations of one prompt.
     """
+
+    accepts_concurrent_calls: Literal[True] = True
 
     def __init__(
         self,
