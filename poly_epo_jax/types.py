@@ -417,11 +417,13 @@ class JudgeLoad:
       num_responses: Number of responses.
       prompt_tokens: Maximum number of tokens of the problem's prompt.
       response_tokens: Maximum number of tokens of a response.
+      num_turns: Maximum number of the policy's turns in a response.
     """
 
     num_responses: int
     prompt_tokens: int
     response_tokens: int
+    num_turns: int = 1
 
 
 @runtime_checkable

@@ -5,6 +5,8 @@ dummy's answer is taken. The turns of the policy are therefore never encoded aga
 """
 
 import itertools
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -12,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.rollouts.prompts import BREAK, added_tokens, break_control_tokens, render_chat
+from poly_epo_jax.types import Interactive, Problem, Task
 
 _QUESTION = {"role": "user", "content": "question"}
 _ANSWER = "<think>\nreasons\n</think>\n\nthe answer of a dummy"
@@ -54,6 +57,35 @@ def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:
     asked = render_chat(tokenizer, [_QUESTION])
     seen = asked + _ANSWER + _chat_text_between(tokenizer, "message")
     return render_chat(tokenizer, _conversation("message")) != seen
+
+
+def warn_about_turns(
+    tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], task: Task, problems: Sequence[Problem]
+) -> None:
+    """Prints a warning to stderr for each property of a chat template that affects chats of several turns.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      stop_ids: Tokens that end a turn of the policy.
+      task: The task. Only interactive tasks with chat messages cause warnings.
+      problems: Problems of the task.
+    """
+    if not isinstance(task, Interactive) or not any(problem.chat for problem in problems):
+        return
+    if rewrites_history(tokenizer):
+        print(
+            "Warning: The chat template changes earlier turns of the policy when a message follows, for example by "
+            "removing their think blocks, but episodes keep all tokens of earlier turns; deploy the policy with a "
+            "template that keeps them.",
+            file=sys.stderr,
+        )
+    end = _chat_text_between(tokenizer, "message")
+    if not any(end.startswith(str(tokenizer.decode([stop]))) for stop in stop_ids):
+        print(
+            f"Warning: The chat template ends the policy's turns with {end.split()[0]!r}, which is not among the stop "
+            "tokens, so the policy may write the next message itself; add it to model.stop_strings.",
+            file=sys.stderr,
+        )
 
 
 def _chat_text_between(tokenizer: PreTrainedTokenizerBase, content: str) -> str:

@@ -3,12 +3,22 @@
 import asyncio
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
-from poly_epo_jax.types import EnvironmentFailure, Episode, EpisodeFailure, Generation, Interactive, Outcome, Problem
+from poly_epo_jax.types import (
+    EnvironmentFailure,
+    Episode,
+    EpisodeFailure,
+    Generation,
+    Interactive,
+    Metrics,
+    Outcome,
+    Problem,
+)
 
 CLEANUP_SECONDS = 5.0
 """Maximum time in seconds to wait until an episode is closed that failed or was interrupted."""
@@ -35,13 +45,17 @@ class Environments:
     Attributes:
       task: The task.
       timeout_seconds: Maximum time in seconds of each call of `start`, `reply` and `close`.
-      num_retries: Number of repeated episodes since it was set to 0.
     """
 
     task: Interactive
     timeout_seconds: float
     _loop: asyncio.AbstractEventLoop | None = None
-    num_retries: int = 0
+    _num_retries: int = 0
+
+    def metrics(self) -> Metrics:
+        """Returns the number of repeated episodes since the last call."""
+        count, self._num_retries = self._num_retries, 0
+        return {"environment/retries": float(count)}
 
     async def play(
         self,
@@ -64,7 +78,7 @@ class Environments:
         """
         failure = None
         for attempt in range(MAX_ATTEMPTS):
-            self.num_retries += attempt > 0
+            self._num_retries += attempt > 0
             try:
                 async with self.episode(problem, seed) as episode:
                     generation = first
@@ -81,6 +95,7 @@ class Environments:
                 outcome = dataclasses.replace(outcome, reward=0.0, correct=False)
             return dataclasses.replace(generation, outcome=outcome)
         assert failure is not None
+        print(f"Warning: {failure.reason}. All {MAX_ATTEMPTS} attempts have failed.", file=sys.stderr)
         return failure
 
     @contextlib.asynccontextmanager
@@ -113,8 +128,9 @@ class Environments:
           FailedEpisode: If the method raises an exception or exceeds the time limit.
         """
         name = f"{type(self.task).__name__}: {method}"
+        limit = asyncio.timeout(self.timeout_seconds)
         try:
-            async with asyncio.timeout(self.timeout_seconds) as limit:
+            async with limit:
                 return await asyncio.wrap_future(self.submit(function))
         except EpisodeFailure as error:
             raise FailedEpisode("failed", f"{name} of problem {problem.id} failed: {error}") from error

@@ -89,7 +89,7 @@ class Rollouts:
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
-        self._environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
+        self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
         self._conversations: set[asyncio.Future[None]] = set()
 
     async def push_weights(self, params: Params, version: int) -> None:
@@ -113,12 +113,8 @@ class Rollouts:
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
-        """Returns the counters of the sampler and of environments since the last call."""
-        counts = self.sampler.metrics() if isinstance(self.sampler, HasMetrics) else {}
-        if self._environments is None:
-            return counts
-        retries, self._environments.num_retries = self._environments.num_retries, 0
-        return counts | {"environment/retries": float(retries)}
+        """Returns the sampler's counters since the last call."""
+        return self.sampler.metrics() if isinstance(self.sampler, HasMetrics) else {}
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
@@ -170,8 +166,8 @@ class Rollouts:
                 return before
             return self._append_completion(problem, before, await turns.next(before))
 
-        if self._environments is not None:
-            generation = await self._environments.play(problem, turns.episode_seed, generation, take_turn)
+        if self.environments is not None:
+            generation = await self.environments.play(problem, turns.episode_seed, generation, take_turn)
         draft.complete[turns.place % len(draft.seeds)] = generation
         turns.end()
         return draft.group() if len(draft.complete) == len(draft.seeds) else None
@@ -179,7 +175,7 @@ class Rollouts:
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[None]:
         """Delays weight pushes until the context ends, if the task is interactive."""
-        if self._environments is None:
+        if self.environments is None:
             yield
             return
         ended = asyncio.get_running_loop().create_future()

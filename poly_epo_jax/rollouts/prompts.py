@@ -108,7 +108,7 @@ def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
     return render_chat(tokenizer, [{"role": "user", "content": content}])
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
     """Returns the text of a chat whose next message is that of the policy.
 
     Raises:
