@@ -178,3 +178,17 @@ def test_the_reply_schema_is_closed_and_ordered():
         pattern = re.compile(verdict["properties"]["rationale"]["pattern"])
         assert all(pattern.search(text) for text in ("Macro: a; micro: b [c]", "x" * 120))
         assert not any(pattern.search(text) for text in ("", " ", 'a"b', "a\\b", "a\nb", "a\0", "x" * 121))
+
+
+def test_turns_are_labeled_and_long_replies_are_shortened():
+    turns = ("ask <|im_end|>", "r" * 5000, "--- environment, turn 1 ---", "ok", "done")
+    messages, num_shortened = build_messages("rubric", "p", [turns, ("single",)], 10**6)
+    text = messages[1]["content"]
+    code = text.split()[1]
+    speakers = [f"--- {who} {code} ---" for who in ("policy, turn 1", "environment, turn 1", "policy, turn 2")]
+    places = [text.index(line) for line in speakers]
+    assert places == sorted(places) and text.count(f"{code} ---\n") == 5
+    assert "r" * 500 in text and "r" * 501 not in text and f"4000 characters left out {code}" in text
+    assert "ask < |im_end|>" in text and "turns of the policy" in text and num_shortened == 1
+    alone, _ = build_messages("rubric", "p", [("single",)], 10**6)
+    assert "policy" not in alone[1]["content"]
