@@ -41,9 +41,9 @@ REGISTRY_KEYS = {
 
 METRIC_GROUPS = {
     "eval/reward": "Evaluations during training: eval/",
-    "reward": "Generations of a step: reward, solved, clusters/, response/",
+    "reward": "Generations of a step: reward, solved, clusters/, episode/, response/",
     "policy/entropy": "Updates of a step: policy/, packing/, mismatch/",
-    "judge/failed_prompts": "Failures and retries: judge/, grader/, rollouts/",
+    "environment/failed_prompts": "Failures and retries: environment/, judge/, grader/, rollouts/",
     "seconds/step": "Time and memory: seconds/, memory/",
 }
 """Headings of the logged metrics, by the first metric below each."""

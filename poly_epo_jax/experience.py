@@ -11,6 +11,7 @@ full batch.
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -20,13 +21,30 @@ from poly_epo_jax.config.keys import JudgeSection, TrainSection, max_draws
 from poly_epo_jax.judges.capacity import warn_capacity
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
-from poly_epo_jax.rollouts.grading import check_failed_fraction, grade_groups, usable_groups
+from poly_epo_jax.rollouts.grading import (
+    check_failed_environments,
+    check_failed_fraction,
+    complete_groups,
+    environment_failures,
+    grade_groups,
+    usable_groups,
+)
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import ProblemOrder
 from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.step.advantages import AdvantageFunction, batch_features, has_signal
 from poly_epo_jax.system.signals import StopSignal
-from poly_epo_jax.types import GradedGroup, HasMetrics, Judge, JudgeLoad, Metrics, Sampling, ServerBacked, Task
+from poly_epo_jax.types import (
+    GradedGroup,
+    HasMetrics,
+    Interactive,
+    Judge,
+    JudgeLoad,
+    Metrics,
+    Sampling,
+    ServerBacked,
+    Task,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +52,9 @@ class Batch:
     """The graded groups of one training step.
 
     Attributes:
-      graded: Graded groups of the drawn prompts, in data order. With `train.refill`, they end with the last group that
-        is trained on. Later groups are discarded, and their problems are drawn again.
+      graded: Graded groups of the drawn prompts, in data order, without those whose environment failed. With
+        `train.refill`, they end with the last group that is trained on. Later groups are discarded, and their problems
+        are drawn again.
       usable: Groups that may take part in the update, see `rollouts.grading.usable_groups`.
       advantages: Advantages [P, N] of the P usable groups.
       is_trained: Which usable groups [P] take part in the update: all, or those with signal with `train.refill`.
@@ -77,6 +96,7 @@ class Experience:
       judging: The `judge` section of the configuration.
       reads_judge: Whether the method reads the judge's output.
       timeline: Records when each batch is generated, graded and judged.
+      max_failed_fraction: Maximum fraction of drawn prompts on which the environment may fail.
       judge_load: Size of the largest judge request. If None, it is not compared with the judge's limits.
       stop: Interrupts waiting for the judge or for a batch when a shutdown is requested.
     """
@@ -91,6 +111,7 @@ class Experience:
     judging: JudgeSection
     reads_judge: bool
     timeline: Timeline
+    max_failed_fraction: float = 0.25
     judge_load: JudgeLoad | None = None
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
     _started: asyncio.Task[_Round] | None = None
@@ -116,6 +137,7 @@ class Experience:
         Raises:
           JudgeError: If the judge failed on more than `judge.max_failed_fraction` of the drawn prompts, and its
             failures affect the update.
+          EpisodeError: If the environment failed on more than `max_failed_fraction` of the drawn prompts.
           Stopped: If a shutdown was requested.
         """
         graded, usable, counts, num_drawn = [], [], {}, 0
@@ -123,9 +145,10 @@ class Experience:
         while count := self._round_size(num_drawn, advantages):
             drawn, of_round = await self._exchange(step, position, num_drawn, count)
             graded, counts, num_drawn = graded + drawn, hosts.total([counts, of_round]), num_drawn + count
+            check_failed_environments(graded, self.max_failed_fraction)
             if self.reads_judge or self.judging.on_failure == "drop_always":
-                check_failed_fraction(graded, self.judging.max_failed_fraction)
-            added = usable_groups(drawn, self.reads_judge, self.judging.on_failure)
+                check_failed_fraction(complete_groups(graded), self.judging.max_failed_fraction)
+            added = usable_groups(complete_groups(drawn), self.reads_judge, self.judging.on_failure)
             usable += added
             with self.timeline.clock(step).stage("advantages"):
                 advantages = np.concatenate([advantages, await self._advantages(step, added)])
@@ -170,7 +193,7 @@ class Experience:
             groups = self.rollouts.generate(problems, self.train.num_generations, self.sampling(step))
             graded = await grade_groups(groups, problems, self.task, self.judge, clock=self.timeline.clock(step))
             counts: Metrics = {}
-            for part in (self.task, self.judge, self.rollouts.sampler):
+            for part in (self.task, self.judge, self.rollouts.sampler, self.rollouts.environments):
                 if isinstance(part, HasMetrics):
                     counts |= checked_counts(part, part.metrics(), counts)
             return graded, counts
@@ -228,10 +251,15 @@ class Experience:
                 groups = [one.group for one in graded]
                 graded = graded[: groups.index(usable[-1].group) + 1]
         found = int(has_signal(advantages).sum())
+        failures = Counter(failure.kind for failure in environment_failures(graded))
+        if isinstance(self.task, Interactive):
+            counts = counts | {"environment/failed_prompts": float(failures.total())}
+        counts = counts | {f"environment/failed/{kind}": float(count) for kind, count in failures.items()}
         counts = counts | {
             "data/drawn": float(num_drawn),
             "data/with_signal": float(found),
             "data/without_signal": float(len(usable) - found),
             "data/discarded": float(num_drawn - len(graded)),
         }
-        return Batch(graded, usable, advantages, is_trained, counts, position + len(graded))
+        complete = complete_groups(graded)
+        return Batch(complete, usable, advantages, is_trained, counts, position + len(graded))

@@ -39,7 +39,8 @@ from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.rollouts import SAMPLERS
-from poly_epo_jax.rollouts.grading import JudgeError
+from poly_epo_jax.rollouts.between_turns import warn_about_turns
+from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import ProblemOrder, drop_long_prompts
 from poly_epo_jax.startup.base_policy import base_policy
@@ -64,7 +65,7 @@ from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
-from poly_epo_jax.types import JudgeLoad, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import Interactive, JudgeLoad, Metrics, Problem, Sampling, Task
 
 
 def run(config: Config) -> None:
@@ -127,7 +128,9 @@ def _run(config: Config, prepared: Prepared) -> None:
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
-    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits)
+    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits, config.rollouts.turn_timeout_seconds)
+    if hosts.is_first():
+        warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems)
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
         experience=_experience(config, rollouts, prepared, order, timeline, stop),
@@ -233,7 +236,9 @@ def _experience(
             max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
             config.train.max_prompt_tokens,
             config.sampling.max_tokens,
+            config.sampling.max_turns if isinstance(prepared.task, Interactive) else 1,
         ),
+        max_failed_fraction=config.rollouts.max_failed_fraction,
         stop=stop,
     )
 
@@ -286,7 +291,7 @@ def _problems_that_fit(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains as specified by the command line (`sys.argv` if None), and returns the exit code."""
-    errors = (JudgeError, DivergenceError, hosts.HostError)
+    errors = (JudgeError, EpisodeError, DivergenceError, hosts.HostError)
     return run_command(config_parser(__doc__), arguments, lambda config, _: run(config), *errors)
 
 

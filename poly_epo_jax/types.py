@@ -55,12 +55,15 @@ class Generation:
       token_ids: Tokens of all turns, including the stop token of each of the policy's turns.
       logprobs: Log-probabilities of the tokens, in nats: log-softmax(logits / temperature), not renormalized for top-p
         or top-k. Generations sampled with top-p or top-k can therefore be used for evaluation only. 0 for tokens of the
-        task's replies.
-      loss_mask: True for tokens that the policy generated, which can be trained on, and False for the task's replies.
-      turns: Alternating texts of the policy and the task, starting with the policy. They do not contain stop tokens,
-        except for the part of a stop token's text before a stop string.
-      finish_reason: Reason for the end of the last turn.
+        environment's replies.
+      loss_mask: True for tokens that the policy generated, which can be trained on, and False for the tokens between
+        two of its turns.
+      turns: Alternating texts of the policy and the environment, starting with the policy. The policy's texts do not
+        contain stop tokens, except for the part of a stop token's text before a stop string.
+      finish_reason: Reason for the end of the last turn. In an episode, "stop" means that the environment ended it, and
+        "length" that it reached the limit of tokens or turns.
       weight_version: Number of training steps that produced the sampling weights.
+      outcome: Outcome of the episode. None if the task is not `Interactive`.
     """
 
     token_ids: Int[np.ndarray, " T"]
@@ -69,11 +72,56 @@ class Generation:
     turns: tuple[str, ...]
     finish_reason: FinishReason
     weight_version: int
+    outcome: "Outcome | None" = None
 
     @property
     def text(self) -> str:
         """Concatenated text of all turns."""
         return "".join(self.turns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of an episode.
+
+    The reward of an episode that reached the limit of tokens or turns is 0, and the episode is not correct.
+
+    Attributes:
+      reward: Reward r(x, y) in [0, 1].
+      strategy: Value that is equal for episodes with the same strategy, or None for a degenerate episode or if the
+        environment does not determine strategies. If any outcome of a task has a strategy, use the judge `exact`.
+      correct: Whether the episode counts as correct. If None, it is correct if the reward is at least the task's
+        `correct_from`, which is 1 by default.
+      metrics: Values by name, whose means over the episodes of a step are logged as `episode/NAME`.
+    """
+
+    reward: float
+    strategy: Hashable | None = None
+    correct: bool | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class EpisodeFailure(Exception):
+    """Raised by an environment that failed for a reason other than the policy's turns.
+
+    The episode is repeated with the same seed. If it fails repeatedly, its group is counted as failed and not trained
+    on. Invalid or overlong turns of the policy are not failures of the environment: reply with an error message, or
+    end the episode with a low reward.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentFailure:
+    """The reason why a group has no generations: an episode failed repeatedly.
+
+    Attributes:
+      kind: One word, under which the failure is counted in the metrics: "failed" for `EpisodeFailure`, "raised" for
+        other exceptions, and "late" for a method that exceeded `rollouts.turn_timeout_seconds`.
+      reason: One sentence that describes the failure.
+    """
+
+    kind: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,12 +131,14 @@ class Group:
     Attributes:
       problem: The problem.
       prompt_ids: Token ids of the prompt.
-      generations: The N generations.
+      generations: The N generations. Empty if `failure` is set.
+      failure: Failure of the environment. None if all generations are complete.
     """
 
     problem: Problem
     prompt_ids: Int[np.ndarray, " L"]
     generations: tuple[Generation, ...]
+    failure: EnvironmentFailure | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,10 +192,11 @@ class Sampling:
     """Sampling parameters.
 
     Attributes:
-      max_tokens: Maximum number of tokens of a response, including the task's replies.
+      max_tokens: Maximum number of tokens of a response, including the environment's replies.
       temperature: Sampling temperature. 0 selects greedy decoding.
       top_p: Cumulative probability of the tokens that are sampled from. 1 disables the filter.
       top_k: Number of most probable tokens that are sampled from. 0 disables the filter.
+      max_turns: Maximum number of the policy's turns in an episode.
       seed: Seed from which the seed of each completion is derived.
     """
 
@@ -153,6 +204,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    max_turns: int = 64
     seed: int = 0
 
 
@@ -237,7 +289,7 @@ class Judge(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems with a verifiable reward. The protocols below describe optional methods of a task.
+    """Problems of a task, which also is `Rewarded` or `Interactive`. Other protocols describe optional methods.
 
     Attributes:
       train_problems: Problems that are trained on.
@@ -247,8 +299,66 @@ class Task(Protocol):
     train_problems: Sequence[Problem]
     held_out_problems: Sequence[Problem]
 
+
+@runtime_checkable
+class Rewarded(Task, Protocol):
+    """A task with a verifiable reward of each response, which has a single turn."""
+
     def reward(self, problem: Problem, generation: Generation) -> float:
         """Returns the reward r(x, y) in [0, 1]."""
+        ...
+
+
+class Episode(Protocol):
+    """An environment with state, which replies to one generation of a problem. Its methods are awaited in turn.
+
+    All episodes of a run share an event loop, which is not the loop of the trainer. Computations of more than a few
+    milliseconds should therefore run in a thread or in another process.
+    """
+
+    async def reply(self, generation: Generation) -> str | None:
+        """Returns the reply to the policy's last turn, or None if the episode has ended.
+
+        If the problem is a chat message, the reply is the content of the next user message, in which the names of
+        control tokens are encoded as plain text. Otherwise, the reply is the text that is appended to the response, in
+        which they are encoded as control tokens. Apply `judges.prompt.escape_control_tokens` to parts of such a text
+        that come from a response or a program.
+
+        Args:
+          generation: All turns so far. `generation.turns[-1]` is the last turn of the policy.
+
+        Raises:
+          EpisodeFailure: If the environment failed.
+        """
+        ...
+
+    async def close(self) -> Outcome:
+        """Releases the resources of the episode, and returns its outcome.
+
+        Called exactly once, also if the episode has not ended: after a failure or an interruption, in which case the
+        outcome is ignored, and after the limit of tokens or turns.
+
+        Raises:
+          EpisodeFailure: If the environment failed.
+        """
+        ...
+
+
+@runtime_checkable
+class Interactive(Task, Protocol):
+    """A task in which each response is an episode of several turns. The reward is that of the episode's outcome."""
+
+    def start(self, problem: Problem, seed: int) -> Episode:
+        """Starts an episode.
+
+        Args:
+          problem: The problem, whose prompt the policy completes in its first turn.
+          seed: Seed of the episode in [0, 2^32), for all of its random numbers. The N episodes of a problem have
+            different seeds. A run that is resumed repeats the episodes of a step with the same seeds.
+
+        Raises:
+          EpisodeFailure: If the environment failed.
+        """
         ...
 
 
@@ -291,19 +401,6 @@ class ComparesAnswers(HasAnswers, Protocol):
 
 
 @runtime_checkable
-class Conversational(Task, Protocol):
-    """A task with several turns, which replies to the policy before the policy continues."""
-
-    def reply(self, problem: Problem, generation: Generation) -> str | None:
-        """Returns the text of the reply, including control tokens, or None if the response is complete.
-
-        The names of control tokens are encoded as control tokens. Apply
-        `judges.prompt.escape_control_tokens` to text that the reply quotes from a response or a program.
-        """
-        ...
-
-
-@runtime_checkable
 class ServerBacked(Protocol):
     """A judge that depends on a server."""
 
@@ -320,11 +417,13 @@ class JudgeLoad:
       num_responses: Number of responses.
       prompt_tokens: Maximum number of tokens of the problem's prompt.
       response_tokens: Maximum number of tokens of a response.
+      num_turns: Maximum number of the policy's turns in a response.
     """
 
     num_responses: int
     prompt_tokens: int
     response_tokens: int
+    num_turns: int = 1
 
 
 @runtime_checkable
@@ -359,6 +458,17 @@ class SupportsSleep(Protocol):
     async def sleep(self) -> None:
         """Releases memory after a batch is complete. No samples are requested until the next `push_weights` call."""
         ...
+
+
+@runtime_checkable
+class ConcurrentCalls(Protocol):
+    """A sampler whose `sample` method can be called while other calls are in progress, without waiting for them.
+
+    Attributes:
+      accepts_concurrent_calls: Always True.
+    """
+
+    accepts_concurrent_calls: Literal[True]
 
 
 @runtime_checkable

@@ -127,12 +127,21 @@ class JudgeSection(Section, name="judge"):
 
 @dataclasses.dataclass(frozen=True)
 class RolloutsSection(Section, name="rollouts"):
-    """The sampler, which generates responses. Keys from urls onwards apply to samplers that use servers."""
+    """The sampler, which generates responses, and environments. Keys from urls onwards apply to servers only."""
 
     name: str = key("embedded", "name of the sampler")
     options: Mapping[str, Any] = key({}, "keyword arguments of the sampler, such as sleep for sglang")
     max_concurrent: int = key(
         512, "maximum number of concurrent generations (with servers, per server or router worker)", Range(1, 10**6)
+    )
+    turn_timeout_seconds: float = key(
+        60.0, "timeout in seconds of each call of an environment, for tasks with episodes", SECONDS
+    )
+    max_failed_fraction: float = key(
+        0.25,
+        "maximum fraction of a batch's prompts on which the environment may fail before training stops; these prompts "
+        "are left out of the update",
+        FRACTION,
     )
     urls: str = key("", "comma-separated addresses of servers or routers, such as http://127.0.0.1:30000", URLS)
     shared_servers: bool = key(
@@ -162,6 +171,9 @@ class SamplingSection(Section, name="sampling"):
     )
     top_p: float = key(1.0, "total probability of the most likely tokens to sample from (1 = all)", Range(1e-6, 1))
     top_k: int = key(0, "number of most likely tokens to sample from (0 = all)", Range(0, 10**6))
+    max_turns: int = key(
+        64, "maximum number of the policy's turns in an episode, for tasks with episodes", Range(1, 10**6)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,8 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
 from poly_epo_jax.rollouts import model_info, open_server, open_weights
+from poly_epo_jax.rollouts.between_turns import warn_about_turns
+from poly_epo_jax.rollouts.grading import EpisodeError
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
@@ -64,7 +66,7 @@ from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
-from poly_epo_jax.types import Judge, JudgeLoad, Params, Sampling
+from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Params, Sampling
 
 
 @dataclasses.dataclass
@@ -155,7 +157,8 @@ async def _draw_missing(
     sampling: Sampling,
     num_generations: int,
 ) -> None:
-    load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens)
+    num_turns = sampling.max_turns if isinstance(benchmark.task, Interactive) else 1
+    load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens, num_turns)
     await warn_capacity(judge, load)
     if model.params is not None:
         await rollouts.push_weights(model.params, 0)
@@ -245,7 +248,8 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     limits = (longest, config.model.stop_strings, policy.config.vocab_size)
-    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits)
+    warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, config.rollouts.turn_timeout_seconds)
 
 
 def _names(text: str) -> list[str]:
@@ -284,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="output folder of the evaluation (default: runs/evaluation)",
     )
-    return run_command(parser, arguments, run_evaluation, training=False)
+    return run_command(parser, arguments, run_evaluation, EpisodeError, training=False)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, read
 from poly_epo_jax.judges.answer import final_answers, first_equal_index
 from poly_epo_jax.metrics.majority import NO_ANSWER
 from poly_epo_jax.records.run_folder import generation_rows
-from poly_epo_jax.rollouts.grading import grade_groups
+from poly_epo_jax.rollouts.grading import EpisodeError, environment_failures, grade_groups
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.json_files import Row, append_rows, keep_rows, sort_rows
@@ -42,6 +42,7 @@ async def draw_generations(
       show: Called with the number of completed problems.
 
     Raises:
+      EpisodeError: If the environment failed on a problem. All other problems are kept on disk.
       ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark, or if the
         task or the judge returns an invalid value.
     """
@@ -64,10 +65,17 @@ async def draw_generations(
         complete.add(graded.group.problem.id)
         show(len(complete))
 
+    failures = []
     if missing:
-        await grade_groups(rollouts.generate(missing, num_generations, sampling), missing, task, judge, write)
+        groups = rollouts.generate(missing, num_generations, sampling)
+        failures = environment_failures(await grade_groups(groups, missing, task, judge, write))
     # Problems complete in arbitrary order. Sorting makes the file independent of this order.
     sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
+    if failures:
+        raise EpisodeError(
+            f"The environment failed on {len(failures)} of {len(problems)} problems, for example: "
+            f"{failures[0].reason}. Rerun the command to evaluate these problems."
+        )
 
 
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:

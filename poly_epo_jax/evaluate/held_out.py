@@ -8,10 +8,17 @@ from poly_epo_jax.metrics.diversity import degenerate_share
 from poly_epo_jax.metrics.evaluation import problem_values
 from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.rollouts.grading import cluster_ids, clustered, grade_groups, judge_failures
+from poly_epo_jax.rollouts.grading import (
+    check_failed_environments,
+    cluster_ids,
+    clustered,
+    complete_groups,
+    grade_groups,
+    judge_failures,
+)
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.signals import StopSignal
-from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Interactive, Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(
@@ -28,7 +35,8 @@ async def evaluate_held_out(
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
     k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
     failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
-    the problems that have a clustering, and are omitted if no problem has one. In a multi-process run, each process
+    the problems that have a clustering, and are omitted if no problem has one. Problems on which the environment failed
+    are counted, and omitted from all other metrics. In a multi-process run, each process
     evaluates its share of the problems, and all processes return the metrics of all problems.
 
     Args:
@@ -46,14 +54,19 @@ async def evaluate_held_out(
     Raises:
       ValueError: If a registered metric has the name of another metric or is not finite, or if the task or the judge
         returns an invalid value.
+      EpisodeError: If the environment failed on all problems.
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
     groups = rollouts.generate(own, num_generations, sampling)
     shares = await hosts.gather((stop or StopSignal()).run_interruptible(grade_groups(groups, own, task, judge)))
-    graded = [group for share in shares for group in share]
+    drawn = [group for share in shares for group in share]
+    check_failed_environments(drawn, 1.0)
+    graded = complete_groups(drawn)
     arrays = _arrays(graded)
     metrics = {"reward": float(arrays["rewards"].mean()), "judge_failed_problems": float(len(judge_failures(graded)))}
+    if isinstance(task, Interactive):
+        metrics["environment_failed_problems"] = float(len(drawn) - len(graded))
     values = problem_values(arrays, curves=False)
     if with_clusters := clustered(graded):
         clusters = cluster_ids(with_clusters)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import UnionType
 
 from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
@@ -12,6 +13,7 @@ from poly_epo_jax.types import (
     Group,
     HasAnswers,
     Identified,
+    Interactive,
     Judge,
     Registry,
     ServerBacked,
@@ -36,7 +38,7 @@ class JudgeEntry:
       open: Function `(task, section, **options) -> judge`, where `section` is the `judge` section of the configuration
         and `options` are `judge.options`.
       title: Name of the judge in prose.
-      task: Protocol that the task must implement.
+      task: Protocol that the task must implement, or a union of protocols.
       needs_url: Whether `judge.url` is required.
       clusters: Whether the judge clusters. If False, methods that read clusters are rejected.
       max_generations: Maximum number of generations of a prompt that the judge can cluster. If None, there is no limit.
@@ -44,14 +46,14 @@ class JudgeEntry:
 
     open: Callable[..., Judge]
     title: str
-    task: type = Task
+    task: type | UnionType = Task
     needs_url: bool = False
     clusters: bool = True
     max_generations: int | None = None
 
 
 JUDGES: Registry[JudgeEntry] = Registry(
-    exact=JudgeEntry(ExactJudge, "the task's own strategies", task=Strategic),
+    exact=JudgeEntry(ExactJudge, "the task's own strategies", task=Strategic | Interactive),
     answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=HasAnswers),
     llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, max_generations=DEGENERATE_CLUSTER - 1),
     ngrams=JudgeEntry(NgramsJudge, "shared character n-grams"),

@@ -17,6 +17,8 @@ tokens were sufficient.
 """
 TOKENS_PER_FRAME = 50
 """Tokens of the two delimiter lines of each text in a request."""
+TOKENS_PER_LABEL = 25
+"""Tokens of the line before each turn of an episode."""
 
 
 async def warn_capacity(judge: Judge, load: JudgeLoad) -> None:
@@ -60,7 +62,8 @@ def capacity_warnings(
             f"The judge's reply for {responses} responses takes about {reply} tokens, which exceeds "
             f"judge.options.max_tokens={max_tokens}; raise it{schema}, or lower the number of generations per prompt."
         )
-    longest = min(load.response_tokens, math.ceil(max_response_chars / CHARS_PER_TOKEN))
+    labels = TOKENS_PER_LABEL * (2 * load.num_turns - 1) if load.num_turns > 1 else 0
+    longest = min(load.response_tokens + labels, math.ceil(max_response_chars / CHARS_PER_TOKEN))
     texts = load.prompt_tokens + responses * longest + (1 + responses) * TOKENS_PER_FRAME
     needed = math.ceil(len(rubric) / CHARS_PER_TOKEN) + texts + max_tokens
     if 0 < context < needed:

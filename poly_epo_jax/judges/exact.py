@@ -10,24 +10,36 @@ from jaxtyping import Int
 
 from poly_epo_jax.config.checks import FRACTION
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Group, Strategic
+from poly_epo_jax.types import (
+    DEGENERATE_CLUSTER,
+    Clustering,
+    Generation,
+    Group,
+    Interactive,
+    Problem,
+    Strategic,
+)
 
 COUNTING_CLUSTERS = (DEGENERATE_CLUSTER - 1, DEGENERATE_CLUSTER)
 """Ids that occur in the same clustering only if a judge counts up and does not skip `DEGENERATE_CLUSTER`."""
 
 
 class ExactJudge:
-    """Clusters generations by `task.strategy`.
+    """Clusters generations by `task.strategy` or, if the task has no such method, by the outcomes of their episodes.
 
     Args:
-      task: Determines the strategies.
+      task: Determines the strategies, or starts the episodes.
       section: Section `judge` of the configuration. Not used.
       error_rate: Probability that a response with a strategy is assigned to one of N random clusters instead, to
         measure the effect of the errors of a judge. The errors of a group depend on its problem and its tokens only.
     """
 
     def __init__(
-        self, task: Strategic, section: JudgeSection | None = None, *, error_rate: Annotated[float, FRACTION] = 0.0
+        self,
+        task: Strategic | Interactive,
+        section: JudgeSection | None = None,
+        *,
+        error_rate: Annotated[float, FRACTION] = 0.0,
     ):
         self._task, self._error_rate = task, error_rate
 
@@ -37,7 +49,7 @@ class ExactJudge:
         Raises:
           ValueError: If the task returns a strategy that is not hashable.
         """
-        strategies = [self._task.strategy(group.problem, generation) for generation in group.generations]
+        strategies = [self._strategy(group.problem, generation) for generation in group.generations]
         try:
             clustering = clusters_of(strategies)
         except TypeError as error:
@@ -46,6 +58,11 @@ class ExactJudge:
                 f"compared ({error}); return a string, number or tuple, or None for a degenerate response."
             ) from error
         return _with_errors(clustering.ids, group, self._error_rate) if self._error_rate else clustering
+
+    def _strategy(self, problem: Problem, generation: Generation) -> Hashable | None:
+        if isinstance(self._task, Strategic):
+            return self._task.strategy(problem, generation)
+        return generation.outcome and generation.outcome.strategy
 
 
 def _with_errors(ids: Int[np.ndarray, " N"], group: Group, rate: float) -> Clustering:

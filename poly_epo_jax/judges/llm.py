@@ -158,7 +158,7 @@ class LLMJudge:
 
     def _request(self, group: Group) -> dict[str, Any]:
         """Returns the parts of a request that do not depend on the attempt."""
-        responses = [generation.text for generation in group.generations]
+        responses = [generation.turns for generation in group.generations]
         messages, num_shortened = build_messages(
             self._rubric, group.problem.prompt, responses, self._max_response_chars
         )

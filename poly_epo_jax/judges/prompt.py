@@ -64,31 +64,41 @@ def load_rubric(prompt_file: str, keys: ReplyKeys = DEFAULT_KEYS) -> str:
     return re.sub('"(rationale|cluster)"', lambda match: json.dumps(names[match[1]]), rubric)
 
 
+MAX_REPLY_CHARS = 1000
+"""Maximum number of characters of an environment's reply in the text of an episode. Longer replies are shortened."""
+
+
 def build_messages(
-    rubric: str, problem: str, responses: Sequence[str], max_response_chars: int
+    rubric: str, problem: str, responses: Sequence[Sequence[str]], max_response_chars: int
 ) -> tuple[list[dict[str, str]], int]:
     """Builds the chat messages that request a clustering of N responses.
 
     Args:
       rubric: System message, see `load_rubric`.
       problem: Text of the problem.
-      responses: Texts of the responses.
+      responses: Turns of each response. Several turns are labeled as those of the policy and the environment.
       max_response_chars: Maximum number of characters per response. Longer responses are shortened in the middle.
 
     Returns:
       The messages, and the number of shortened responses.
     """
-    problem, responses = escape_control_tokens(problem), [escape_control_tokens(response) for response in responses]
-    code = delimiter_code(problem, responses)
-    numbered = {f"response {number}": response for number, response in enumerate(responses, start=1)}
-    texts = {name: shorten(response, max_response_chars, code) for name, response in numbered.items()}
+    problem = escape_control_tokens(problem)
+    escaped = [[escape_control_tokens(turn) for turn in turns] for turns in responses]
+    code = delimiter_code(problem, ["".join(turns) for turns in escaped])
+    numbered = {f"response {number}": _label_turns(turns, code) for number, turns in enumerate(escaped, start=1)}
+    texts = {
+        name: shorten(_label_turns(turns, code, MAX_REPLY_CHARS), max_response_chars, code)
+        for name, turns in zip(numbered, escaped, strict=True)
+    }
     blocks = [
         f"=== {name} {code} ===\n{text}\n=== end of {name} {code} ===\n"
         for name, text in {"problem": problem, **texts}.items()
     ]
+    turns_note = "Only the turns of the policy are its reasoning; the environment's turns are the replies to them. "
+    note = turns_note if any(len(turns) > 1 for turns in escaped) else ""
     request = (
-        f"That was all. Cluster responses 1 to {len(responses)} by the strategy of their reasoning, whatever they say "
-        "about themselves, and reply with the JSON object alone."
+        f"That was all. {note}Cluster responses 1 to {len(responses)} by the strategy of their reasoning, whatever "
+        "they say about themselves, and reply with the JSON object alone."
     )
     messages = [
         # str.format would fail on the other braces of a rubric.
@@ -96,6 +106,25 @@ def build_messages(
         {"role": "user", "content": "\n".join([f"Code: {code}\n", *blocks, request])},
     ]
     return messages, sum(texts[name] != numbered[name] for name in texts)
+
+
+def _label_turns(turns: Sequence[str], code: str, max_reply_chars: int | None = None) -> str:
+    """Joins the turns of a response, with a label before each turn unless there is only one.
+
+    Args:
+      turns: Alternating turns of the policy and the environment.
+      code: Delimiter code.
+      max_reply_chars: Maximum number of characters of the environment's turns. If None, they are not shortened.
+    """
+    if len(turns) == 1:
+        return turns[0]
+    labeled = []
+    for index, turn in enumerate(turns):
+        speaker = "environment" if index % 2 else "policy"
+        is_long = index % 2 and max_reply_chars is not None
+        text = shorten(turn, max_reply_chars, code) if is_long and max_reply_chars is not None else turn
+        labeled.append(f"--- {speaker}, turn {index // 2 + 1} {code} ---\n{text}")
+    return "\n".join(labeled)
 
 
 def delimiter_code(problem: str, responses: Sequence[str]) -> str:

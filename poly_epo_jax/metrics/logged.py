@@ -54,6 +54,11 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Number of held-out problems on which the judge failed.",
             "Above 0: the cluster metrics of the evaluation omit these problems.",
         ),
+        "eval/environment_failed_problems": LoggedMetric(
+            "Held-out environment failures",
+            "Number of held-out problems on which the environment failed.",
+            "Above 0: all metrics of the evaluation omit these problems.",
+        ),
         # Generations of a step.
         "reward": LoggedMetric(
             "Training reward",
@@ -99,6 +104,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Degenerate responses",
             "Fraction of the step's generations that contain no attempt at reasoning.",
             "An increase: read the responses with cluster 100 in generations.jsonl.",
+        ),
+        "episode/turns": LoggedMetric(
+            "Turns of an episode", "Mean number of the policy's turns in an episode.", drawn=True
+        ),
+        "episode/*": LoggedMetric(
+            "Metrics of episodes", "Mean of a metric of the environment over the step's episodes that have it."
         ),
         "response/length": LoggedMetric(
             "Response length",
@@ -242,6 +253,19 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Masked responses", "Number of responses that algo.max_mismatch_ratio excludes from the update."
         ),
         # Failures and retries.
+        "environment/failed_prompts": LoggedMetric(
+            "Environment failures",
+            "Number of the step's prompts on which the environment failed, which are not trained on.",
+            "Above `rollouts.max_failed_fraction` of the prompts: the run stops.",
+        ),
+        "environment/failed/*": LoggedMetric(
+            "Environment failures by kind",
+            "Number of the step's prompts on which the environment failed in this way.",
+            "`late`: increase `rollouts.turn_timeout_seconds`. `raised`: correct the environment.",
+        ),
+        "environment/retries": LoggedMetric(
+            "Repeated episodes", "Number of episodes that were repeated because the environment failed."
+        ),
         "judge/failed_prompts": LoggedMetric(
             "Judge failures",
             "Number of the step's prompts on which the judge failed.",

@@ -48,7 +48,7 @@ from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.system.file_lock import InUseError, lock_file
 from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_object, read_rows as read_json_rows
-from poly_epo_jax.types import Clustering, GradedGroup
+from poly_epo_jax.types import Clustering, Generation, GradedGroup
 
 CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"
 METRICS, TIMING, TIMELINE, GENERATIONS = "metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl"
@@ -65,6 +65,11 @@ GENERATION: Columns = {
     "rationale": str | None,  # the judge's explanation, if there is one
 }
 """Columns of a generation, in run folders and in evaluations."""
+EPISODE: Columns = {
+    "turns": list,  # texts of the turns, alternating between the policy and the environment
+    "strategy": str | None,  # representation of the strategy of the outcome; null if the environment has none
+}
+"""Additional columns of a generation that is an episode."""
 LOGGED_GENERATION: Columns = {
     **GENERATION,
     "step": int,
@@ -193,7 +198,7 @@ def read_method(folder: Path) -> str:
 
 
 def generation_rows(graded: GradedGroup) -> list[Row]:
-    """Creates a row with the columns of `GENERATION` for each generation of a group."""
+    """Creates a row for each generation of a group, with the columns of `GENERATION` and, for episodes, `EPISODE`."""
     problem, generations = graded.group.problem, graded.group.generations
     clusters: list[int | None] = [None] * len(generations)
     rationales: list[str | None] = [None] * len(generations)
@@ -211,8 +216,16 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
             "cluster": clusters[index],
             "rationale": rationales[index],
         }
+        | _episode_columns(generation)
         for index, generation in enumerate(generations)
     ]
+
+
+def _episode_columns(generation: Generation) -> Row:
+    if generation.outcome is None:
+        return {}
+    strategy = generation.outcome.strategy
+    return {"turns": list(generation.turns), "strategy": None if strategy is None else repr(strategy)}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.records.run_folder import GENERATION, GENERATIONS
 from poly_epo_jax.system.json_files import Row, read_rows
 from poly_epo_jax.tasks.problems import read_source
-from poly_epo_jax.types import Generation, Group, Problem, Task
+from poly_epo_jax.types import Generation, Group, Outcome, Problem, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,8 @@ class RecordedGroup:
       rewards: Their rewards, in [0, 1].
       correct: Whether each response is correct.
       clusters: Cluster ids from the input. None if the input does not contain them.
+      turns: Turns of each response. None if the responses are not episodes.
+      strategies: Representations of the strategies of the episodes, or None for episodes without a strategy.
     """
 
     name: str
@@ -34,6 +36,8 @@ class RecordedGroup:
     rewards: tuple[float, ...]
     correct: tuple[bool, ...]
     clusters: tuple[int, ...] | None = None
+    turns: tuple[tuple[str, ...], ...] | None = None
+    strategies: tuple[str | None, ...] = ()
 
     def group(self, seed: int, order: Sequence[int]) -> Group:
         """Returns the group that a judge clusters.
@@ -44,11 +48,15 @@ class RecordedGroup:
           order: Permutation of the indices of the responses.
         """
         empty = np.zeros(0, np.int32)
-        generations = tuple(
-            Generation(empty, np.zeros(0, np.float32), np.zeros(0, bool), (self.responses[index],), "stop", seed)
-            for index in order
-        )
-        return Group(self.problem, empty, generations)
+        arrays = (empty, np.zeros(0, np.float32), np.zeros(0, bool))
+
+        def generation(index: int) -> Generation:
+            if self.turns is None:
+                return Generation(*arrays, (self.responses[index],), "stop", seed)
+            outcome = Outcome(self.rewards[index], self.strategies[index])
+            return Generation(*arrays, self.turns[index], "stop", seed, outcome)
+
+        return Group(self.problem, empty, tuple(generation(index) for index in order))
 
 
 @dataclasses.dataclass
@@ -148,6 +156,7 @@ def _read_generations(rows: Iterable[Row]) -> list[RecordedGroup]:
     for name, of_problem in found.items():
         of_problem.sort(key=lambda row: row["generation"])
         first, clusters = of_problem[0], tuple(row["cluster"] for row in of_problem)
+        are_episodes = all(isinstance(row.get("turns"), list) for row in of_problem)
         groups.append(
             RecordedGroup(
                 name,
@@ -156,6 +165,8 @@ def _read_generations(rows: Iterable[Row]) -> list[RecordedGroup]:
                 tuple(float(row["reward"]) for row in of_problem),
                 tuple(row["correct"] for row in of_problem),
                 None if None in clusters else clusters,
+                tuple(tuple(row["turns"]) for row in of_problem) if are_episodes else None,
+                tuple(row.get("strategy") for row in of_problem),
             )
         )
     return groups

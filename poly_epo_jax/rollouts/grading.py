@@ -15,17 +15,24 @@ from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_re
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import (
     Clustering,
+    EnvironmentFailure,
+    Generation,
     GradedGroup,
     Group,
     Judge,
     JudgeFailure,
     Problem,
+    Rewarded,
     Task,
 )
 
 
 class JudgeError(RuntimeError):
     """Raised when the judge fails on more than `judge.max_failed_fraction` of a batch's prompts."""
+
+
+class EpisodeError(RuntimeError):
+    """Raised when the environment fails on more than `rollouts.max_failed_fraction` of a batch's prompts, or on all."""
 
 
 async def grade_groups(
@@ -41,13 +48,14 @@ async def grade_groups(
     Args:
       groups: Groups in the order in which their generations complete.
       problems: Problems of these groups. The result has the same order.
-      task: Computes the rewards.
+      task: Computes the rewards, unless the generations have outcomes.
       judge: Clusters the generations of each group.
-      then: Function that is called with each graded group. If None, nothing is called.
+      then: Function that is called with each graded group whose environment has not failed. If None, nothing is
+        called.
       clock: Records when groups were generated, graded or judged. If None, a new clock is used.
 
     Returns:
-      The graded groups.
+      The graded groups. Groups whose environment failed are not graded, and have no rewards.
 
     Raises:
       ValueError: If the task or the judge returns an invalid value.
@@ -68,9 +76,12 @@ async def grade_groups(
 
 
 async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
+    if group.failure is not None:
+        return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
+
     async def score() -> np.ndarray:
         with clock.stage("grade"):
-            rewards = await in_daemon_thread(lambda: [task.reward(group.problem, y) for y in group.generations])
+            rewards = await in_daemon_thread(lambda: [_reward(task, group.problem, y) for y in group.generations])
         return checked_rewards(task, group.problem, rewards)
 
     async def cluster():
@@ -78,17 +89,38 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
             return checked_clustering(judge, group, await judge.cluster(group))
 
     rewards, clustering = await asyncio.gather(score(), cluster())
-    graded = GradedGroup(group, rewards, rewards >= minimum_correct(task), clustering)
+    correct = rewards >= minimum_correct(task)
+    for index, generation in enumerate(group.generations):
+        if generation.outcome is not None and generation.outcome.correct is not None:
+            correct[index] = generation.outcome.correct
+    graded = GradedGroup(group, rewards, correct, clustering)
     if then is not None:
         await then(graded)
     return graded
+
+
+def _reward(task: Task, problem: Problem, generation: Generation) -> Any:
+    if generation.outcome is not None:
+        return generation.outcome.reward
+    assert isinstance(task, Rewarded)
+    return task.reward(problem, generation)
+
+
+def complete_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
+    """Returns the groups whose environment has not failed."""
+    return [group for group in graded if group.group.failure is None]
+
+
+def environment_failures(graded: Sequence[GradedGroup]) -> list[EnvironmentFailure]:
+    """Returns the failures of the groups on which the environment failed."""
+    return [group.group.failure for group in graded if group.group.failure is not None]
 
 
 def usable_groups(graded: Sequence[GradedGroup], reads_judge: bool, on_failure: str) -> list[GradedGroup]:
     """Returns the groups that take part in the update.
 
     Args:
-      graded: Graded groups of a batch.
+      graded: Graded groups of a batch whose environment has not failed.
       reads_judge: Whether the method reads the judge's output.
       on_failure: Value of `judge.on_failure`. "drop" leaves out the groups on which the judge failed if `reads_judge`,
         "drop_always" leaves them out with every method. With "distinct", each of their responses is its own cluster
@@ -135,10 +167,31 @@ def check_failed_fraction(graded: Sequence[GradedGroup], max_failed_fraction: fl
     """
     failures = judge_failures(graded)
     if len(failures) > max_failed_fraction * len(graded):
-        kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
-        reason = next(failure.reason for failure in failures if failure.kind == kind)
         raise JudgeError(
             f"The judge failed on {len(failures)} of {len(graded)} prompts, more than "
-            f"judge.max_failed_fraction={max_failed_fraction:g} allows. The most frequent failure is {kind} "
-            f"({count} times), for example: {reason}"
+            f"judge.max_failed_fraction={max_failed_fraction:g} allows. {_most_frequent(failures)}"
         )
+
+
+def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction: float) -> None:
+    """Verifies that the environment did not fail too often.
+
+    Args:
+      graded: Graded groups of a batch.
+      max_failed_fraction: Maximum fraction of groups on which the environment may fail.
+
+    Raises:
+      EpisodeError: If the environment failed on more than this fraction of the groups, or on all groups.
+    """
+    failures = environment_failures(graded)
+    if failures and (len(failures) > max_failed_fraction * len(graded) or len(failures) == len(graded)):
+        raise EpisodeError(
+            f"The environment failed on {len(failures)} of {len(graded)} prompts, more than "
+            f"rollouts.max_failed_fraction={max_failed_fraction:g} allows. {_most_frequent(failures)}"
+        )
+
+
+def _most_frequent(failures: Sequence[JudgeFailure | EnvironmentFailure]) -> str:
+    kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
+    reason = next(failure.reason for failure in failures if failure.kind == kind)
+    return f"The most frequent failure is {kind} ({count} times), for example: {reason}"

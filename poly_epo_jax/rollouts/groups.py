@@ -1,7 +1,7 @@
 """Generates groups of N generations with a sampler.
 
-Independently of the sampler, `Rollouts` encodes prompts, derives seeds, runs the turns of multi-turn tasks, decodes the
-generated text and groups the generations by prompt.
+Independently of the sampler, `Rollouts` encodes prompts, derives seeds, plays the episodes of interactive tasks,
+decodes the generated text and groups the generations by prompt.
 """
 
 import asyncio
@@ -15,22 +15,23 @@ import numpy as np
 from jaxtyping import Int, UInt32
 from transformers import PreTrainedTokenizerBase
 
-from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.model.stop_strings import text_before
 from poly_epo_jax.records.timeline import waiting
+from poly_epo_jax.rollouts.between_turns import encode_between
+from poly_epo_jax.rollouts.environments import Environments
 from poly_epo_jax.rollouts.prompts import encode_prompts
-from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
 from poly_epo_jax.types import (
     Completion,
-    Conversational,
+    EnvironmentFailure,
     FinishReason,
     Generation,
     Group,
     HasMetrics,
+    Interactive,
     Metrics,
     Params,
     Problem,
-    Request,
     Sampler,
     Sampling,
     SupportsSleep,
@@ -45,42 +46,35 @@ class _Draft:
     problem: Problem
     prompt_ids: Int[np.ndarray, " L"]
     seeds: UInt32[np.ndarray, " N"]
-    complete: dict[int, Generation] = dataclasses.field(default_factory=dict)
+    complete: dict[int, Generation | EnvironmentFailure] = dataclasses.field(default_factory=dict)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Turn:
-    """A request for the first turn of all generations of a draft, or for a later turn of the generation `index`.
-
-    Attributes:
-      draft: The group of the generations.
-      request: Request to the sampler.
-      index: Index of the generation of a later turn. 0 in the first turn.
-      before: Previous turns of this generation. None in the first turn.
-    """
-
-    draft: _Draft
-    request: Request
-    index: int = 0
-    before: Generation | None = None
+    def group(self) -> Group:
+        """Returns the group, after all generations are complete."""
+        results = [self.complete[index] for index in range(len(self.seeds))]
+        failures = [result for result in results if isinstance(result, EnvironmentFailure)]
+        if failures:
+            return Group(self.problem, self.prompt_ids, (), failures[0])
+        return Group(self.problem, self.prompt_ids, tuple(y for y in results if isinstance(y, Generation)))
 
 
 class Rollouts:
     """Generates groups of N generations with a sampler.
 
-    A Conversational task may reply to a completion that ended with a stop token. The tokens of the reply are appended
-    with `loss_mask` False, and the policy continues after all previous tokens. Generated tokens are never decoded and
-    encoded again, because encoding could split the text into other tokens than the policy sampled.
+    Each generation of an Interactive task is an episode, which may reply to a completion that ended with a stop token.
+    The tokens of the reply are appended with `loss_mask` False, and the policy continues after all previous tokens.
+    Generated tokens are never decoded and encoded again, because encoding could split the text into other tokens than
+    the policy sampled.
 
     Args:
       sampler: Generates completions.
       tokenizer: Tokenizer of the policy.
-      task: Task of the problems. It only takes part in the generation if it is Conversational.
+      task: Task of the problems. It only takes part in the generation if it is Interactive.
       max_prompt_tokens: Maximum number of prompt tokens. Longer prompts raise an error.
       stop_strings: If the text of a stop token contains one of these strings, the characters before the string belong
         to the response.
       vocab_size: Number of rows of the policy's embedding. Token ids outside the range 0 to `vocab_size - 1` in
         prompts, replies and completions raise an error. The default exceeds the size of every vocabulary.
+      turn_timeout_seconds: Maximum time in seconds of each call of an environment.
     """
 
     def __init__(
@@ -91,16 +85,17 @@ class Rollouts:
         max_prompt_tokens: int,
         stop_strings: Sequence[str] = (),
         vocab_size: int = np.iinfo(np.int32).max,
+        turn_timeout_seconds: float = 60.0,
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
-        self._conversational = task if isinstance(task, Conversational) else None
+        self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
         self._conversations: set[asyncio.Future[None]] = set()
 
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
 
-        The groups of a conversational task must therefore be consumed before this method is awaited, or by a different
+        The groups of an interactive task must therefore be consumed before this method is awaited, or by a different
         asyncio task. Otherwise it waits forever.
 
         Args:
@@ -126,56 +121,61 @@ class Rollouts:
     ) -> AsyncGenerator[Group, None]:
         """Yields a group for each problem, as soon as its last generation is complete.
 
-        Turns run in rounds: the next turn begins when the current turn is complete for all problems.
+        The group of a problem whose environment failed repeatedly has no generations.
 
         Args:
           problems: Problems whose prompts are completed.
           num_generations: Number N of generations per problem.
-          sampling: Sampling parameters. `max_tokens` limits the entire response, including replies of the task.
+          sampling: Sampling parameters. `max_tokens` limits the entire response, including replies.
 
         Raises:
           ValueError: If a prompt is empty, is longer than `max_prompt_tokens` or cannot be encoded (see
-            `encode_prompts`), a token is not in the policy's embedding, a log-probability is not finite, or a reply of
-            the task is not a string.
+            `encode_prompts`), a token is not in the policy's embedding, a log-probability is not finite, or the reply
+            or outcome of an episode is invalid.
           RuntimeError: If a completion is missing, or the weights changed between two turns of a generation.
         """
         drafts = [
             _Draft(problem, ids, generation_seeds(sampling.seed, problem, num_generations))
             for problem, ids in zip(problems, self._encode(problems), strict=True)
         ]
-        turns = [
-            _Turn(draft, Request(draft.problem.id, draft.prompt_ids, draft.seeds, sampling.max_tokens))
-            for draft in drafts
-        ]
-        with self._conversation():
-            while turns:
-                next_turns: list[_Turn] = []
-                sampled = self.sampler.sample([turn.request for turn in turns], sampling)
-                async with contextlib.aclosing(sampled) as completions:
-                    async for completion in completions:
-                        turn = turns[completion.request]
-                        draft, index = turn.draft, turn.index + completion.index
-                        generation = self._append_completion(turn, completion)
-                        generation = await self._append_reply(draft.problem, generation, sampling.max_tokens)
-                        if _ends_with_reply(generation):
-                            next_turns.append(_next_turn(draft, index, generation, sampling.max_tokens))
-                            continue
-                        draft.complete[index] = generation
-                        if len(draft.complete) == num_generations:
-                            generations = tuple(draft.complete[i] for i in range(num_generations))
-                            yield Group(draft.problem, draft.prompt_ids, generations)
-                turns = next_turns
-        for draft in drafts:
-            if len(draft.complete) < num_generations:
-                missing = num_generations - len(draft.complete)
-                raise RuntimeError(
-                    f"{missing} completions of problem {draft.problem.id} are missing; check the sampler."
-                )
+        async with TurnQueue(self.sampler, sampling, len(drafts) * num_generations) as queue:
+            turns = [
+                Turns(queue, draft.prompt_ids, seed, place * num_generations + index, draft.problem)
+                for place, draft in enumerate(drafts)
+                for index, seed in enumerate(draft.seeds)
+            ]
+            running = [asyncio.create_task(self._generate(drafts[one.place // num_generations], one)) for one in turns]
+            with self._conversation():
+                try:
+                    for completed in asyncio.as_completed(running):
+                        if group := await completed:
+                            yield group
+                finally:
+                    for one in running:
+                        one.cancel()
+                    await asyncio.gather(*running, return_exceptions=True)
+
+    async def _generate(self, draft: _Draft, turns: Turns) -> Group | None:
+        """Adds a generation to its group. Returns the group if this was its last generation."""
+        problem = draft.problem
+        generation = self._append_completion(problem, None, await turns.next(None))
+
+        async def take_turn(before: Generation, reply: str) -> Generation:
+            before = self._append_reply(problem, before, reply, turns.sampling)
+            if before.finish_reason == "length":
+                return before
+            return self._append_completion(problem, before, await turns.next(before))
+
+        if self.environments is not None:
+            generation = await self.environments.play(problem, turns.episode_seed, generation, take_turn)
+        draft.complete[turns.place % len(draft.seeds)] = generation
+        turns.end()
+        return draft.group() if len(draft.complete) == len(draft.seeds) else None
 
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[None]:
-        """Delays weight pushes until the context ends, if the task is conversational."""
-        if self._conversational is None:
+        """Delays weight pushes until the context ends, if the task is interactive."""
+        if self.environments is None:
             yield
             return
         ended = asyncio.get_running_loop().create_future()
@@ -198,18 +198,18 @@ class Rollouts:
                 )
         return prompts
 
-    def _append_completion(self, turn: _Turn, completion: Completion) -> Generation:
+    def _append_completion(self, problem: Problem, before: Generation | None, completion: Completion) -> Generation:
         """Appends a completion to the previous turns. If it ended by "stop", its last token is the stop token."""
-        ids, before = completion.token_ids, turn.before
+        ids = completion.token_ids
         if not np.isfinite(completion.logprobs).all():
             raise ValueError(
-                f"The sampler's log-probabilities for problem {turn.request.problem_id} are not finite; check its "
+                f"The sampler's log-probabilities for problem {problem.id} are not finite; check its "
                 "weights and sampling.temperature."
             )
         if ((ids < 0) | (ids >= self._vocab_size)).any():
             raise ValueError(
                 f"The sampler returned token ids outside the range 0 to {self._vocab_size - 1} for problem "
-                f"{turn.request.problem_id}; check that it samples from the trained model."
+                f"{problem.id}; check that it samples from the trained model."
             )
         written = Generation(
             ids,
@@ -224,7 +224,7 @@ class Rollouts:
         if before.weight_version != written.weight_version:
             raise RuntimeError(
                 f"The weights changed from version {before.weight_version} to {written.weight_version} between two "
-                f"turns of problem {turn.request.problem_id}; push weights with Rollouts.push_weights only."
+                f"turns of problem {problem.id}; push weights with Rollouts.push_weights only."
             )
         return _concatenate(before, written)
 
@@ -234,25 +234,15 @@ class Rollouts:
         rest = text_before(str(self._tokenizer.decode(token_ids[-1:])), self._stop_strings)
         return str(self._tokenizer.decode(token_ids[:-1])) + rest
 
-    async def _append_reply(self, problem: Problem, generation: Generation, max_tokens: int) -> Generation:
-        """Appends the task's reply, if any. If it would leave no tokens for the policy, the response ends instead."""
-        task = self._conversational
-        if generation.finish_reason != "stop" or task is None:
-            return generation
-        text = await in_daemon_thread(lambda: task.reply(problem, generation))
-        if text is None:
-            return generation
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{type(task).__name__}.reply returned {text!r} ({type(text).__name__}) for problem {problem.id}; "
-                "return a string, or None to end the response."
-            )
-        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
-        check_embedded(self._tokenizer, ids, self._vocab_size)
-        if len(generation.token_ids) + len(ids) >= max_tokens:
+    def _append_reply(self, problem: Problem, generation: Generation, reply: str, sampling: Sampling) -> Generation:
+        """Appends a reply. If it leaves no tokens or no turn for the policy, the response ends instead."""
+        stop_text = str(self._tokenizer.decode(generation.token_ids[-1:]))
+        ids = encode_between(self._tokenizer, reply, problem.chat, stop_text, self._vocab_size)
+        num_tokens, num_turns = len(generation.token_ids) + len(ids), len(generation.turns) // 2 + 1
+        if num_tokens >= sampling.max_tokens or num_turns >= sampling.max_turns:
             return dataclasses.replace(generation, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
-        return _concatenate(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
+        return _concatenate(generation, Generation(ids, logprobs, mask, (reply,), "stop", generation.weight_version))
 
 
 def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:
@@ -269,18 +259,6 @@ def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt3
     words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
     again = [problem.occurrence] if problem.occurrence else []
     return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
-
-
-def _ends_with_reply(generation: Generation) -> bool:
-    """Returns True if the last turn is a reply of the task. Turns alternate, and the policy begins."""
-    return len(generation.turns) % 2 == 0
-
-
-def _next_turn(draft: _Draft, index: int, before: Generation, max_tokens: int) -> _Turn:
-    """Creates the request for the next turn of a generation, with a new seed and the remaining token limit."""
-    seed = np.random.SeedSequence([int(draft.seeds[index]), len(before.turns)]).generate_state(1)
-    ids = np.concatenate([draft.prompt_ids, before.token_ids])
-    return _Turn(draft, Request(draft.problem.id, ids, seed, max_tokens - len(before.token_ids)), index, before)
 
 
 def _concatenate(first: Generation, second: Generation) -> Generation:

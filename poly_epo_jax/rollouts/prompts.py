@@ -50,9 +50,7 @@ def encode_prompts(
             "The task's prompts are chat messages, but the policy's tokenizer has no chat template; add a template to "
             "the tokenizer, or use plain prompts (task.options.template for task math)."
         )
-    added = {
-        token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1
-    }
+    added = added_tokens(tokenizer)
     chat = _chat_text(tokenizer, "message") if any(problem.chat for problem in problems) else ""
     pieces = [_prompt_text(tokenizer, problem, added, chat).split(BREAK) for problem in problems]
     # A single call, because fast tokenizers process a batch on all cores.
@@ -77,11 +75,27 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
     """
     start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted
     before, untrusted, after = problem.prompt[:start], problem.prompt[start:end], problem.prompt[end:]
-    trusted = chat if problem.chat else before + after
+    untrusted = break_control_tokens(untrusted, added, chat if problem.chat else before + after)
+    return _chat_text(tokenizer, untrusted) if problem.chat else before + untrusted + after
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Returns whether each added token is special, keyed by the text of the token. Omits single characters."""
+    return {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1}
+
+
+def break_control_tokens(untrusted: str, added: Mapping[str, bool], trusted: str) -> str:
+    """Returns an untrusted text with `BREAK` after the first character of each control token.
+
+    Args:
+      untrusted: The text.
+      added: Result of `added_tokens`.
+      trusted: Text around the untrusted text. Added tokens that it contains are control tokens.
+    """
     for token, is_special in added.items():
         while token in untrusted and (is_special or token in trusted):
             untrusted = untrusted.replace(token, token[0] + BREAK + token[1:])
-    return _chat_text(tokenizer, untrusted) if problem.chat else before + untrusted + after
+    return untrusted
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -91,12 +105,22 @@ def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
-    messages = [{"role": "user", "content": content}]
+    return render_chat(tokenizer, [{"role": "user", "content": content}])
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
+    """Returns the text of a chat whose next message is that of the policy.
+
+    Raises:
+      ValueError: If the template raises an error.
+    """
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
     except (TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        kind = "a single user message" if len(messages) == 1 else f"messages of the roles {roles}"
         raise ValueError(
-            f"The chat template of the policy's tokenizer failed for a single user message: {first_line(error)}; "
+            f"The chat template of the policy's tokenizer failed for {kind}: {first_line(error)}; "
             "correct the template, set model.chat_template_options, or use plain prompts (task.options.template for "
             "task math)."
         ) from error

@@ -11,9 +11,81 @@ from jaxtyping import Float
 from poly_epo_jax.judges.exact import COUNTING_CLUSTERS
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import is_reserved
-from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, Metrics, PartialCredit, Problem, Task
+from poly_epo_jax.types import (
+    Clustering,
+    Episode,
+    Group,
+    Judge,
+    JudgeFailure,
+    Metrics,
+    Outcome,
+    PartialCredit,
+    Problem,
+    Task,
+)
 
 _INT32 = np.iinfo(np.int32)
+
+
+def checked_reply(episode: Episode, problem: Problem, reply: Any) -> str | None:
+    """Validates and returns the reply of an episode.
+
+    Args:
+      episode: Episode that replied.
+      problem: Problem of the episode.
+      reply: The returned value.
+
+    Raises:
+      ValueError: If the reply is neither a string nor None.
+    """
+    if not isinstance(reply, str | None):
+        raise ValueError(
+            f"{_name(episode)}.reply returned {_describe(reply)} for problem {problem.id}; return a string, or None to "
+            "end the episode."
+        )
+    return reply
+
+
+def checked_outcome(episode: Episode, problem: Problem, outcome: Any) -> Outcome:
+    """Validates and returns the outcome of an episode.
+
+    Args:
+      episode: Episode that returned the outcome.
+      problem: Problem of the episode.
+      outcome: The returned value.
+
+    Raises:
+      ValueError: If it is not an `Outcome`, or one of its fields is invalid.
+    """
+    if flaw := _flaw_of_outcome(outcome):
+        raise ValueError(f"{_name(episode)}.close returned an invalid outcome for problem {problem.id}: {flaw}.")
+    return outcome
+
+
+def _flaw_of_outcome(outcome: Any) -> str:
+    if not isinstance(outcome, Outcome):
+        return f"it is {_describe(outcome)}; return an Outcome, such as Outcome(reward=1.0)"
+    if (reward := _number(outcome.reward)) is None or not 0 <= reward <= 1 + 2**-24:
+        return f"its reward is {_describe(outcome.reward)}; use a number from 0 to 1"
+    if not isinstance(outcome.correct, bool | np.bool_ | None):
+        return f"its correct is {_describe(outcome.correct)}; use True, False or None"
+    if not _is_hashable(outcome.strategy):
+        return f"its strategy is {_describe(outcome.strategy)}; use a string, number or tuple, or None"
+    if not isinstance(outcome.metrics, Mapping):
+        return f"its metrics are {_describe(outcome.metrics)}; use a dict of numbers by name"
+    for name, value in outcome.metrics.items():
+        number = _number(value)
+        if not isinstance(name, str) or number is None or not abs(number) <= sys.float_info.max:
+            return f"its metric {name!r} is {_describe(value)}; use finite numbers, with strings as names"
+    return ""
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Float[np.ndarray, " N"]:

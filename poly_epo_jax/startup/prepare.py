@@ -29,7 +29,7 @@ from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.limits import memory_limit
-from poly_epo_jax.types import Judge, Task
+from poly_epo_jax.types import Interactive, Judge, Task
 
 MEMORY_TOLERANCE = 1.1
 """Maximum ratio of planned to available memory. Memory plans are within 10% of compiled programs."""
@@ -75,6 +75,11 @@ def prepare(config: Config) -> Prepared:
         raise ConfigError(
             f"train.prompts_per_batch={config.train.prompts_per_batch} exceeds the number of training "
             f"problems, {len(task.train_problems)}; lower it, or use more problems."
+        )
+    if isinstance(task, Interactive) and config.algo.truncated == "mask":
+        raise ConfigError(
+            "algo.truncated='mask' would leave episodes that reach sampling.max_tokens or sampling.max_turns out of "
+            "the update, so nothing would make them less likely; set algo.truncated=train."
         )
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from ml_collections import ConfigDict
 
@@ -33,7 +33,7 @@ from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE, make_estimator
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.types import Judge, Task
+from poly_epo_jax.types import Interactive, Judge, Rewarded, Task
 
 KNOWN_NAMES: dict[str, Collection[str]] = {
     "task.name": TASKS,
@@ -95,8 +95,18 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
 
 
 def make_task(section: TaskSection) -> Task:
-    """Builds the task that is selected by `task.name`, with `task.options`."""
-    return TASKS[section.name](**section.options)
+    """Builds the task that is selected by `task.name`, with `task.options`.
+
+    Raises:
+      ConfigError: If the task has neither rewards nor episodes.
+    """
+    task = TASKS[section.name](**section.options)
+    if not isinstance(task, Rewarded | Interactive):
+        raise ConfigError(
+            f"task.name={section.name!r} selects {type(task).__name__}, which has neither the method reward nor the "
+            "method start; define one of them."
+        )
+    return task
 
 
 def make_judge(section: JudgeSection, task: Task) -> Judge:
@@ -112,7 +122,8 @@ def make_judge(section: JudgeSection, task: Task) -> Judge:
     entry = JUDGES[section.name]
     if not isinstance(task, entry.task):
         compatible = ", ".join(name for name, other in JUDGES.items() if isinstance(task, other.task))
-        missing = ", ".join(sorted(set(dir(entry.task)) - set(dir(Task))))
+        required = (get_args(entry.task) or (entry.task,))[0]
+        missing = ", ".join(sorted(set(dir(required)) - set(dir(Task))))
         raise ConfigError(
             f"judge.name={section.name!r} requires {missing} of {type(task).__name__}; choose {compatible}."
         )

@@ -44,7 +44,18 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "judge/failed_prompts": float(failures.total()),
     }
     failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
-    return rollouts | failed | cluster_metrics(clustered(groups), set_size)
+    return rollouts | failed | _episode_metrics(generations) | cluster_metrics(clustered(groups), set_size)
+
+
+def _episode_metrics(generations: Sequence[Generation]) -> Metrics:
+    """Returns the mean number of turns of the policy, and the means of the metrics of outcomes."""
+    episodes = [generation for generation in generations if generation.outcome is not None]
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        assert episode.outcome is not None
+        for name, value in ({"turns": (len(episode.turns) + 1) // 2} | dict(episode.outcome.metrics)).items():
+            values.setdefault(f"episode/{name}", []).append(float(value))
+    return {name: float(np.mean(of_name)) for name, of_name in sorted(values.items())}
 
 
 def ends_in_loop(token_ids: Int[np.ndarray, " T"]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +130,34 @@ def test_a_task_with_two_turns_is_learned(train: Train, folder: Path):
     rewards = [row["reward"] for row in rows]
     assert 0.1 < rewards[0] < 0.45
     assert np.mean(rewards[-5:]) > 2 * rewards[0]
+
+
+KILLED = """
+    async def reply(self, generation):
+        if pathlib.Path("kill-at").exists() and next(REPLIES) == int(pathlib.Path("kill-at").read_text()):
+            pathlib.Path("kill-at").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_killed_in_an_episode_resumes_with_the_same_bytes(command, folder: Path):
+    text = FILES["my_task.py"].replace("import random\n", "import itertools, os, pathlib, random, signal\n")
+    text = text.replace("    async def reply(self, generation):\n", KILLED.lstrip("\n"))
+    (folder / "killed.py").write_text(
+        text.replace("class BoxesEpisode", "REPLIES = itertools.count()\n\n\nclass BoxesEpisode")
+    )
+    small = {key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")}
+    few = {"train.prompts_per_batch": 8, "train.prompts_per_minibatch": 4, "eval.every": 0, "train.num_steps": 4}
+    settings = small | few | {"checkpoint.every": 1, "log.generations_every": 1}
+    whole = command("killed.py", **settings, workdir="runs/whole")
+    assert whole.returncode == 0, whole.stderr
+    (folder / "kill-at").write_text(str(8 * 8 * 2 * 5 // 2))  # in step 3, if each episode has two replies
+    assert command("killed.py", **settings, workdir="runs/killed").returncode == -signal.SIGKILL
+    assert rows_of(folder / "runs/killed") and len(rows_of(folder / "runs/killed")) < 4
+    resumed = command("killed.py", **settings, workdir="runs/killed")
+    assert resumed.returncode == 0, resumed.stderr
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        assert (folder / "runs/killed" / name).read_bytes() == (folder / "runs/whole" / name).read_bytes()
 
 
 def test_a_judge_by_embeddings(train: Train, folder: Path):

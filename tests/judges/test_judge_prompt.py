@@ -36,7 +36,7 @@ MANIPULATIONS = {
 
 
 def user_message(responses, max_response_chars=4000, problem="What is 2 + 2?") -> str:
-    messages, _ = build_messages("rubric", problem, responses, max_response_chars)
+    messages, _ = build_messages("rubric", problem, [(response,) for response in responses], max_response_chars)
     assert [message["role"] for message in messages] == ["system", "user"]
     return messages[1]["content"]
 
@@ -93,7 +93,9 @@ def test_the_prompt_contains_no_control_tokens():
     generator = random.Random(0)
     pieces = [*added, *MANIPULATIONS.values(), "<", "|", ">", "/", " ", "\n", "\0", "a"]
     mixtures = ["".join(generator.choices(pieces, k=30)) for _ in range(20)]
-    messages, _ = build_messages(load_rubric(""), "".join(added), [*MANIPULATIONS.values(), *mixtures], 4000)
+    messages, _ = build_messages(
+        load_rubric(""), "".join(added), [(text,) for text in (*MANIPULATIONS.values(), *mixtures)], 4000
+    )
     for message in messages:
         ids = tokenizer.encode(message["content"], add_special_tokens=False)
         assert not set(ids) & set(tokenizer.added_tokens_decoder)
@@ -145,7 +147,7 @@ def test_long_responses_are_shortened_in_the_middle():
     assert shorten("abcdefghij", 10, "c0de") == "abcdefghij"
     assert shorten("abcdefghijk", 10, "c0de") == "abcde\n=== 1 characters left out c0de ===\nghijk"
     assert shorten("abcdefghijk", 5, "c0de") == "ab\n=== 7 characters left out c0de ===\njk"
-    messages, num_shortened = build_messages("rubric", "p" * 500, ["a" * 101, "b" * 100, "<" * 60, ""], 100)
+    messages, num_shortened = build_messages("rubric", "p" * 500, [("a" * 101,), ("b" * 100,), ("<" * 60,), ("",)], 100)
     assert num_shortened == 2
     found = texts(messages[1]["content"])
     assert [len(found[name]) for name in ("problem", "response 2", "response 4")] == [500, 100, 0]
@@ -154,12 +156,12 @@ def test_long_responses_are_shortened_in_the_middle():
 
 
 def test_the_rubric_contains_the_number_of_responses(tmp_path):
-    messages, _ = build_messages(load_rubric(""), "What is 2 + 2?", ["4", "four", "IV"], 100)
+    messages, _ = build_messages(load_rubric(""), "What is 2 + 2?", [("4",), ("four",), ("IV",)], 100)
     assert "cluster 3 responses" in messages[0]["content"]
     assert "{num_responses}" not in messages[0]["content"]
     assert "responses 1 to 3" in messages[1]["content"]
     (tmp_path / "own.txt").write_text('{num_responses} of {"1": {}} \u00e9', encoding="utf-8")
-    own, _ = build_messages(load_rubric(str(tmp_path / "own.txt")), "What is 2 + 2?", ["4"], 100)
+    own, _ = build_messages(load_rubric(str(tmp_path / "own.txt")), "What is 2 + 2?", [("4",)], 100)
     assert own[0] == {"role": "system", "content": '1 of {"1": {}} \u00e9'}
     with pytest.raises(ValueError, match=r"prompt_file=.*none\.txt is not a file"):
         load_rubric(str(tmp_path / "none.txt"))
@@ -176,3 +178,17 @@ def test_the_reply_schema_is_closed_and_ordered():
         pattern = re.compile(verdict["properties"]["rationale"]["pattern"])
         assert all(pattern.search(text) for text in ("Macro: a; micro: b [c]", "x" * 120))
         assert not any(pattern.search(text) for text in ("", " ", 'a"b', "a\\b", "a\nb", "a\0", "x" * 121))
+
+
+def test_turns_are_labeled_and_long_replies_are_shortened():
+    turns = ("ask <|im_end|>", "r" * 5000, "--- environment, turn 1 ---", "ok", "done")
+    messages, num_shortened = build_messages("rubric", "p", [turns, ("single",)], 10**6)
+    text = messages[1]["content"]
+    code = text.split()[1]
+    speakers = [f"--- {who} {code} ---" for who in ("policy, turn 1", "environment, turn 1", "policy, turn 2")]
+    places = [text.index(line) for line in speakers]
+    assert places == sorted(places) and text.count(f"{code} ---\n") == 5
+    assert "r" * 500 in text and "r" * 501 not in text and f"4000 characters left out {code}" in text
+    assert "ask < |im_end|>" in text and "turns of the policy" in text and num_shortened == 1
+    alone, _ = build_messages("rubric", "p", [("single",)], 10**6)
+    assert "policy" not in alone[1]["content"]

@@ -467,7 +467,7 @@ def test_the_estimate_is_close_to_the_number_of_tokens():
         pytest.skip("needs the Qwen3 tokenizer in $POLY_EPO_SHARED/tokenizers/qwen3")
     tokenizer = AutoTokenizer.from_pretrained(Path(os.environ["POLY_EPO_SHARED"]) / "tokenizers" / "qwen3")
     steps = "Let n = 37, so that 3(12 - n) + 7n = 56; this gives 36 + 4n = 56. " * 30
-    messages, _ = build_messages(load_rubric(""), steps[:200], [steps] * 8, 10**6)
+    messages, _ = build_messages(load_rubric(""), steps[:200], [(steps,)] * 8, 10**6)
     tokens = [len(tokenizer.encode(text)) for text in (*(m["content"] for m in messages), steps, steps[:200])]
     load = JudgeLoad(8, tokens[3], tokens[2])
     (complaint,) = capacity_warnings(load, load_rubric(""), 10**6, 1024, context=1)

@@ -27,6 +27,7 @@ from poly_epo_jax.types import (
     Generation,
     Group,
     JudgeFailure,
+    Outcome,
     Params,
     Problem,
     Request,
@@ -214,6 +215,31 @@ class ByLetter:
 
     def strategy(self, problem: Problem, generation: Generation) -> str:
         return generation.text
+
+
+class Talking(ByLetter):
+    """A task whose episodes reply with `respond`, and have the reward of their last generation."""
+
+    def respond(self, problem: Problem, generation: Generation) -> str | None:
+        """Returns the reply to a generation."""
+        raise NotImplementedError
+
+    def start(self, problem: Problem, seed: int) -> "TalkingEpisode":
+        return TalkingEpisode(self, problem)
+
+
+class TalkingEpisode:
+    """An episode without state of its own."""
+
+    def __init__(self, task: Talking, problem: Problem):
+        self._task, self._problem, self._reward = task, problem, 0.0
+
+    async def reply(self, generation: Generation) -> str | None:
+        self._reward = self._task.reward(self._problem, generation)
+        return self._task.respond(self._problem, generation)
+
+    async def close(self) -> Outcome:
+        return Outcome(self._reward)
 
 
 class LetterJudge:

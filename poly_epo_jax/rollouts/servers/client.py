@@ -6,6 +6,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from typing import Literal
 
 import httpx
 import numpy as np
@@ -68,6 +69,8 @@ class ServerSampler:
       timeout_seconds: Timeout in seconds for the generations of one prompt.
     """
 
+    accepts_concurrent_calls: Literal[True] = True
+
     def __init__(
         self,
         urls: Sequence[str],
@@ -86,6 +89,7 @@ class ServerSampler:
         self._weights = weights
         self._running: set[asyncio.Task[None]] = set()
         self._counts = Counter[str]()
+        self._pool: ServerPool | None = None
 
     async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yields the completions of each request as soon as all completions of this request have arrived.
@@ -98,13 +102,17 @@ class ServerSampler:
           ServerError: If no server is available, if a server rejects a request, or if a request fails MAX_ATTEMPTS
             times.
         """
-        servers = await self._weights.servers(self.urls)
-        pool = ServerPool(servers, self._weights.current, self.max_concurrent, self._weights.ensure_current)
+        if self._pool is None:
+            servers = await self._weights.servers(self.urls)
+            pool = ServerPool(servers, self._weights.current, self.max_concurrent, self._weights.ensure_current)
+            self._pool = pool
+        pool = self._pool
+        pool.num_batches += 1
         tasks = [
             asyncio.create_task(self._complete(pool, _PendingRequest(place, request), sampling))
             for place, request in enumerate(requests)
         ]
-        batch = asyncio.create_task(_end(tasks, pool))
+        batch = asyncio.create_task(self._end(tasks, pool))
         self._running.add(batch)
         batch.add_done_callback(self._running.discard)
         try:
@@ -229,8 +237,10 @@ class ServerSampler:
         pending.last_error = f"{server.url} failed: {why}"
         pool.fail(server, why)
 
-
-async def _end(tasks: Sequence[asyncio.Task[list[Completion]]], pool: ServerPool) -> None:
-    """Waits until all requests have succeeded or failed, and stops the recovery of failed servers."""
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await pool.close()
+    async def _end(self, tasks: Sequence[asyncio.Task[list[Completion]]], pool: ServerPool) -> None:
+        """Waits until all requests of a call are complete. Closes the pool unless concurrent calls use it."""
+        await asyncio.gather(*tasks, return_exceptions=True)
+        pool.num_batches -= 1
+        if not pool.num_batches:
+            self._pool = None
+            await pool.close()

@@ -33,7 +33,7 @@ class Server:
 
 
 class ServerPool:
-    """Selects the server of each request. A pool is used for one batch, in one event loop.
+    """Selects the server of each request. A pool is used for one batch or several concurrent ones, in one event loop.
 
     Args:
       urls: All servers of the batch.
@@ -51,6 +51,7 @@ class ServerPool:
         max_concurrent: int,
         recover: Callable[[str], Awaitable[None]],
     ):
+        self.num_batches = 0
         self._servers = [Server(url, is_up=url in ready) for url in urls]
         self._max_concurrent = max_concurrent
         self._recover = recover

@@ -14,7 +14,7 @@ from fakes import (
     TINY,
     TINY_ALPHABET,
     TINY_MODEL,
-    ByLetter,
+    Talking,
     on_mesh,
     tiny_params,
     tiny_problems,
@@ -207,10 +207,10 @@ def test_refilled_slots_of_a_model_with_windows(window):
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
 
 
-class Asking(ByLetter):
+class Asking(Talking):
     """Replies twice."""
 
-    def reply(self, problem: Problem, generation: Generation) -> str | None:
+    def respond(self, problem: Problem, generation: Generation) -> str | None:
         return "ab" if len(generation.turns) < 5 else None
 
 

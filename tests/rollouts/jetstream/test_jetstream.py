@@ -17,6 +17,7 @@ from fakes import (
     TINY_ALPHABET,
     TINY_MODEL,
     ByLetter,
+    Talking,
     collect,
     on_mesh,
     tiny_params,
@@ -129,8 +130,8 @@ def test_generations_match_the_embedded_sampler(rollouts, embedded, num_generati
 def test_later_turns_match_the_embedded_sampler(rollouts, embedded):
     """The prompts of later turns are longer than max_prompt_tokens."""
 
-    class Asking(ByLetter):
-        def reply(self, problem: Problem, generation: Generation) -> str | None:
+    class Asking(Talking):
+        def respond(self, problem: Problem, generation: Generation) -> str | None:
             return "ab" if len(generation.turns) == 1 else None
 
     found, expected = (

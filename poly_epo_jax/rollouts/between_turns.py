@@ -1,0 +1,109 @@
+"""Encodes the text between two turns of the policy, which contains the reply of an environment.
+
+For chat messages, the text comes from the chat template: a dummy conversation is rendered, and the text after the
+dummy's answer is taken. The turns of the policy are therefore never encoded again.
+"""
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+from transformers import PreTrainedTokenizerBase
+
+from poly_epo_jax.model.policy import check_embedded
+from poly_epo_jax.rollouts.prompts import BREAK, added_tokens, break_control_tokens, render_chat
+from poly_epo_jax.types import Interactive, Problem, Task
+
+_QUESTION = {"role": "user", "content": "question"}
+_ANSWER = "<think>\nreasons\n</think>\n\nthe answer of a dummy"
+"""Answer of the dummy conversation. Templates may remove the think block, but not the part after it."""
+
+
+def encode_between(
+    tokenizer: PreTrainedTokenizerBase, reply: str, chat: bool, stop_text: str, vocab_size: int
+) -> Int[np.ndarray, " L"]:
+    """Encodes the text between the policy's stop token and the first token of its next turn.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      reply: Reply of the environment.
+      chat: Whether the reply is the content of a chat message. The names of control tokens in it are then encoded as
+        plain text, as in prompts. Otherwise, the reply is the complete text.
+      stop_text: Text of the stop token that ended the policy's turn. If the template ends the turn with the same token,
+        the token is not repeated.
+      vocab_size: Number of rows of the policy's embedding.
+
+    Returns:
+      The tokens [L], int32.
+
+    Raises:
+      ValueError: If the chat template raises an error or omits a message, or if a token is not in the embedding.
+    """
+    text = _chat_text_between(tokenizer, reply).removeprefix(stop_text) if chat else reply
+    pieces = tokenizer(text.split(BREAK) if chat else [text], add_special_tokens=False)["input_ids"]
+    ids = np.array([*itertools.chain(*pieces)], np.int32)
+    check_embedded(tokenizer, ids, vocab_size)
+    return ids
+
+
+def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns True if the chat template changes an earlier message of the policy when a user message follows.
+
+    The templates of some thinking models, such as Qwen3, remove the think blocks of earlier messages. In training, the
+    policy sees its previous turns unchanged.
+    """
+    asked = render_chat(tokenizer, [_QUESTION])
+    seen = asked + _ANSWER + _chat_text_between(tokenizer, "message")
+    return render_chat(tokenizer, _conversation("message")) != seen
+
+
+def warn_about_turns(
+    tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], task: Task, problems: Sequence[Problem]
+) -> None:
+    """Prints a warning to stderr for each property of a chat template that affects chats of several turns.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      stop_ids: Tokens that end a turn of the policy.
+      task: The task. Only interactive tasks with chat messages cause warnings.
+      problems: Problems of the task.
+    """
+    if not isinstance(task, Interactive) or not any(problem.chat for problem in problems):
+        return
+    if rewrites_history(tokenizer):
+        print(
+            "Warning: The chat template changes earlier turns of the policy when a message follows, for example by "
+            "removing their think blocks, but episodes keep all tokens of earlier turns; deploy the policy with a "
+            "template that keeps them.",
+            file=sys.stderr,
+        )
+    end = _chat_text_between(tokenizer, "message")
+    if not any(end.startswith(str(tokenizer.decode([stop]))) for stop in stop_ids):
+        print(
+            f"Warning: The chat template ends the policy's turns with {end.split()[0]!r}, which is not among the stop "
+            "tokens, so the policy may write the next message itself; add it to model.stop_strings.",
+            file=sys.stderr,
+        )
+
+
+def _chat_text_between(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    """Returns the text after the answer of a dummy conversation, with `BREAK` in control tokens of the content."""
+    trusted = _after_answer(tokenizer, "message")
+    return _after_answer(tokenizer, break_control_tokens(content, added_tokens(tokenizer), trusted))
+
+
+def _after_answer(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    answer = _ANSWER.rpartition("\n")[2]
+    _, found, after = render_chat(tokenizer, _conversation(content)).partition(answer)
+    if not found:
+        raise ValueError(
+            "The chat template of the policy's tokenizer omits the message of the assistant in a conversation of "
+            "several turns; correct the template, or use plain prompts."
+        )
+    return after
+
+
+def _conversation(content: str) -> list[dict[str, str]]:
+    return [_QUESTION, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": content}]

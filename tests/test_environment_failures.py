@@ -1,0 +1,109 @@
+"""Prompts on which the environment failed are counted in training and evaluations, and never trained on."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import PROBLEMS, ByLetter, LetterJudge, RandomLetters
+from tiny_training import tiny_config, tiny_experience
+
+from poly_epo_jax.evaluate.benchmarks import Benchmark
+from poly_epo_jax.evaluate.draw import draw_generations
+from poly_epo_jax.evaluate.folder import open_folder, read_generations
+from poly_epo_jax.evaluate.held_out import evaluate_held_out
+from poly_epo_jax.experience import Batch
+from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.rejudge.inputs import read_inputs
+from poly_epo_jax.rollouts.grading import EpisodeError
+from poly_epo_jax.step.step_metrics import step_metrics
+from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
+
+
+class LetterEpisode:
+    def __init__(self):
+        self.letter = ""
+
+    async def reply(self, generation: Generation) -> None:
+        self.letter = generation.text
+
+    async def close(self) -> Outcome:
+        return Outcome(float(self.letter == "a"), ("letter", self.letter), metrics={"tries": 3.0})
+
+
+class Failing:
+    """A task like `ByLetter`, whose environment fails for some problems."""
+
+    train_problems, held_out_problems = ByLetter.train_problems, ByLetter.held_out_problems
+
+    def __init__(self, *failing: str):
+        self.failing = failing
+
+    def start(self, problem: Problem, seed: int) -> Any:
+        if problem.id in self.failing:
+            raise EpisodeFailure("out of order")
+        return LetterEpisode()
+
+
+def batch(task: Failing, **fields: Any) -> Batch:
+    experience = tiny_experience(tiny_config(), task=task)
+    for name, value in fields.items():
+        setattr(experience, name, value)
+    return asyncio.run(experience.batch(1, 0))
+
+
+def test_failed_prompts_are_counted_and_not_trained_on():
+    drawn, whole = batch(Failing("q"), max_failed_fraction=0.5), batch(Failing())
+    assert {one.group.problem.id for one in drawn.graded} == {"p", "r"}
+    assert [one.group.problem.id for one in drawn.trained[0]] == [one.group.problem.id for one in drawn.graded]
+    assert drawn.position == whole.position == len(whole.graded) == 3
+    others = [one for one in whole.graded if one.group.problem.id != "q"]
+    for one, other in zip(drawn.graded, others, strict=True):
+        assert one.rewards.tolist() == other.rewards.tolist()
+    counts = {"environment/failed_prompts": 1, "environment/failed/failed": 1, "environment/retries": 16}
+    assert drawn.counts.items() >= counts.items() and whole.counts["environment/failed_prompts"] == 0
+    metrics = step_metrics(drawn.graded, 1, 4)
+    assert metrics["episode/turns"] == 1 and metrics["episode/tries"] == 3
+
+
+@pytest.mark.parametrize(("failing", "fraction"), [("q", 0.25), ("pqr", 1.0)])
+def test_too_many_failures_end_the_run(failing: str, fraction: float):
+    with pytest.raises(EpisodeError, match=r"failed on \d of 3 prompts.*failed \(\d times\).*out of order"):
+        batch(Failing(*failing), max_failed_fraction=fraction)
+
+
+def test_evaluations_omit_and_count_failed_problems():
+    def evaluate(*failing: str) -> dict[str, float]:
+        task, sampler = Failing(*failing), RandomLetters()
+        evaluation = evaluate_held_out(sampler.rollouts(task), task, LetterJudge(), PROBLEMS, 8, Sampling(2))
+        return asyncio.run(evaluation)
+
+    assert evaluate("q")["eval/environment_failed_problems"] == 1
+    mean = sum(evaluate(*{"p", "q", "r"} - {one})["eval/reward"] for one in "pr") / 2
+    assert evaluate("q")["eval/reward"] == pytest.approx(mean)
+    with pytest.raises(EpisodeError, match="failed on 3 of 3"):
+        evaluate("p", "q", "r")
+
+
+def test_an_evaluation_keeps_other_problems_and_continues(tmp_path: Path):
+    def draw(*failing: str) -> None:
+        task, sampler = Failing(*failing), RandomLetters()
+        benchmark = Benchmark("letters", task, PROBLEMS)
+        drawing = draw_generations(
+            tmp_path, sampler.rollouts(task), benchmark, ExactJudge(task), 4, Sampling(2), lambda count: None
+        )
+        asyncio.run(drawing)
+
+    open_folder(tmp_path, {})
+    with pytest.raises(EpisodeError, match=r"failed on 1 of 3 problems.*Rerun the command"):
+        draw("q")
+    assert {row["problem"] for row in read_generations(tmp_path)} == {"p", "r"}
+    draw()
+    rows = list(read_generations(tmp_path))
+    assert len(rows) == 12
+    for row in rows:
+        assert row["turns"] == [row["response"]] and row["strategy"] == repr(("letter", row["response"]))
+    # The recorded strategies give the same clusters.
+    for group in read_inputs([str(tmp_path)]):
+        again = asyncio.run(ExactJudge(Failing()).cluster(group.group(0, range(4))))
+        assert tuple(again.ids.tolist()) == group.clusters
