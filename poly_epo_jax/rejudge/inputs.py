@@ -39,16 +39,16 @@ class RecordedGroup:
         """Returns the group that a judge clusters.
 
         Args:
-          seed: Number that selects the seeds of the judge. It is stored as the weight version of the generations,
+          seed: Number that selects the seeds of the judge. It is stored as the weight version of a placeholder token,
             from which the language model judge derives the seeds of its requests.
           order: Permutation of the indices of the responses.
         """
-        empty = np.zeros(0, np.int32)
+        ids, versions = np.zeros(1, np.int32), np.full(1, seed)
         generations = tuple(
-            Generation(empty, np.zeros(0, np.float32), np.zeros(0, bool), (self.responses[index],), "stop", seed)
+            Generation(ids, np.zeros(1, np.float32), np.ones(1, bool), (self.responses[index],), "stop", versions)
             for index in order
         )
-        return Group(self.problem, empty, generations)
+        return Group(self.problem, ids, generations)
 
 
 @dataclasses.dataclass

@@ -217,13 +217,13 @@ class Rollouts:
             np.ones(len(ids), bool),
             (self._text(ids, completion.finish_reason),),
             completion.finish_reason,
-            completion.weight_version,
+            completion.weight_versions,
         )
         if before is None:
             return written
-        if before.weight_version != written.weight_version:
+        if (version := before.weight_versions[-1]) != (new := written.weight_versions[0]):
             raise RuntimeError(
-                f"The weights changed from version {before.weight_version} to {written.weight_version} between two "
+                f"The weights changed from version {version} to {new} between two "
                 f"turns of problem {turn.request.problem_id}; push weights with Rollouts.push_weights only."
             )
         return _concatenate(before, written)
@@ -252,7 +252,8 @@ class Rollouts:
         if len(generation.token_ids) + len(ids) >= max_tokens:
             return dataclasses.replace(generation, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
-        return _concatenate(generation, Generation(ids, logprobs, mask, (text,), "stop", generation.weight_version))
+        versions = np.full(len(ids), generation.weight_versions[-1])
+        return _concatenate(generation, Generation(ids, logprobs, mask, (text,), "stop", versions))
 
 
 def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:
@@ -290,5 +291,5 @@ def _concatenate(first: Generation, second: Generation) -> Generation:
         np.concatenate([first.loss_mask, second.loss_mask]),
         (*first.turns, *second.turns),
         second.finish_reason,
-        second.weight_version,
+        np.concatenate([first.weight_versions, second.weight_versions]),
     )

@@ -29,7 +29,7 @@ from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.limits import memory_limit
-from poly_epo_jax.types import Judge, Task
+from poly_epo_jax.types import Conversational, Judge, Task
 
 MEMORY_TOLERANCE = 1.1
 """Maximum ratio of planned to available memory. Memory plans are within 10% of compiled programs."""
@@ -75,6 +75,11 @@ def prepare(config: Config) -> Prepared:
         raise ConfigError(
             f"train.prompts_per_batch={config.train.prompts_per_batch} exceeds the number of training "
             f"problems, {len(task.train_problems)}; lower it, or use more problems."
+        )
+    if config.rollouts.in_flight and isinstance(task, Conversational):
+        raise ConfigError(
+            f"rollouts.in_flight=True is not supported with task.name={config.task.name!r}, because updates wait for "
+            "the end of conversations; set rollouts.in_flight=False."
         )
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
