@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
     for problem in task.held_out_problems[:NUM_PROBLEMS]:
         wordings = rng.choice(list(WORDINGS), NUM_RESPONSES).tolist()
         texts = [worded(planted.demonstration(problem, rng, STYLE), operands(problem), wording) for wording in wordings]
-        rewards = [task.reward(problem, Generation(*no_tokens, (text,), "stop", 0)) for text in texts]
+        rewards = [task.reward(problem, Generation(*no_tokens, (text,), "stop", no_tokens[0])) for text in texts]
         of_problem = {"id": problem.id, "problem": problem.prompt, "answer": problem.answer}
         rows.append(of_problem | {"responses": texts, "rewards": rewards})
         sheet += [(problem.id, number, wording) for number, wording in enumerate(wordings, start=1)]

@@ -62,7 +62,8 @@ class Generation:
         contain stop tokens, except for the part of a stop token's text before a stop string.
       finish_reason: Reason for the end of the last turn. In an episode, "stop" means that the environment ended it, and
         "length" that it reached the limit of tokens or turns.
-      weight_version: Number of training steps that produced the sampling weights.
+      weight_versions: Version of the weights that sampled each token: the number of training steps that produced them.
+        Tokens between two turns have the version of the token before them.
       outcome: Outcome of the episode. None if the task is not `Interactive`.
     """
 
@@ -71,7 +72,7 @@ class Generation:
     loss_mask: Bool[np.ndarray, " T"]
     turns: tuple[str, ...]
     finish_reason: FinishReason
-    weight_version: int
+    weight_versions: Int[np.ndarray, " T"]
     outcome: "Outcome | None" = None
 
     @property
@@ -239,7 +240,7 @@ class Completion:
       token_ids: Sampled tokens, see `Generation`.
       logprobs: Log-probabilities of the tokens, see `Generation`.
       finish_reason: Reason for the end of the completion.
-      weight_version: Number of training steps that produced the sampling weights.
+      weight_versions: Version of the weights that sampled each token, see `Generation`.
     """
 
     request: int
@@ -247,7 +248,7 @@ class Completion:
     token_ids: Int[np.ndarray, " T"]
     logprobs: Float[np.ndarray, " T"]
     finish_reason: FinishReason
-    weight_version: int
+    weight_versions: Int[np.ndarray, " T"]
 
 
 @runtime_checkable
@@ -255,7 +256,9 @@ class Sampler(Protocol):
     """Samples completions in token ids for prompts in token ids."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields all completions of all requests, in any order. All completions of a call use weights of one version.
+        """Yields all completions of all requests, in any order.
+
+        Samplers that do not support `rollouts.in_flight` generate all completions of a call with the same weights.
 
         Args:
           requests: Prompts, seeds and token limits.

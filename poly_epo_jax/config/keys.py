@@ -147,6 +147,7 @@ class RolloutsSection(Section, name="rollouts"):
     shared_servers: bool = key(
         False, "whether all processes use the same servers (False = separate servers on each host)"
     )
+    in_flight: bool = key(False, "whether weight updates keep running generations, which continue with the new weights")
     weight_sync: str = key(
         "disk", "weight transport: disk (a folder that servers read) or tensor (CUDA IPC on one host)"
     )

@@ -51,7 +51,7 @@ def _with_short_timeouts(section: JudgeSection) -> JudgeSection:
 def _group() -> Group:
     def generation(text: str) -> Generation:
         ids = np.zeros(1, np.int32)
-        return Generation(ids, np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", 0)
+        return Generation(ids, np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", np.zeros(1, np.int32))
 
     return Group(PROBLEM, np.zeros(1, np.int32), tuple(map(generation, RESPONSES)))
 

@@ -143,7 +143,13 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
         "response/staleness": LoggedMetric(
             "Staleness of responses",
-            "Mean number of training steps by which the sampling weights were older than the policy before the update.",
+            "Number of training steps by which the sampling weights were older than the policy before the update, "
+            "as a mean over the generated tokens.",
+            "Above `train.staleness`: responses were sampled with outdated weights.",
+        ),
+        "response/max_staleness": LoggedMetric(
+            "Maximum staleness of responses",
+            "Staleness of the oldest generated token of the step.",
             "Above `train.staleness`: responses were sampled with outdated weights.",
         ),
         "data/drawn": LoggedMetric(

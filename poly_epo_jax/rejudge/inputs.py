@@ -43,20 +43,20 @@ class RecordedGroup:
         """Returns the group that a judge clusters.
 
         Args:
-          seed: Number that selects the seeds of the judge. It is stored as the weight version of the generations,
+          seed: Number that selects the seeds of the judge. It is stored as the weight version of a placeholder token,
             from which the language model judge derives the seeds of its requests.
           order: Permutation of the indices of the responses.
         """
-        empty = np.zeros(0, np.int32)
-        arrays = (empty, np.zeros(0, np.float32), np.zeros(0, bool))
+        arrays = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool)
+        versions = np.full(1, seed)
 
         def generation(index: int) -> Generation:
             if self.turns is None:
-                return Generation(*arrays, (self.responses[index],), "stop", seed)
+                return Generation(*arrays, (self.responses[index],), "stop", versions)
             outcome = Outcome(self.rewards[index], self.strategies[index])
-            return Generation(*arrays, self.turns[index], "stop", seed, outcome)
+            return Generation(*arrays, self.turns[index], "stop", versions, outcome)
 
-        return Group(self.problem, empty, tuple(generation(index) for index in order))
+        return Group(self.problem, arrays[0], tuple(generation(index) for index in order))
 
 
 @dataclasses.dataclass

@@ -75,8 +75,23 @@ def _trained_client(
     else:
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
     reference = WeightReference(model, mesh, section.weights_dtype)
-    check = ContentCheck(dialect, reference, max_sequence_tokens(config), model.config.vocab_size, stop_ids)
-    weights = ServedWeights(sync, dialect, check, section.timeout_seconds, section.wait_seconds, sleeps)
+    check = ContentCheck(
+        dialect,
+        reference,
+        max_sequence_tokens(config),
+        model.config.vocab_size,
+        stop_ids,
+        in_flight=section.in_flight,
+    )
+    weights = ServedWeights(
+        sync,
+        dialect,
+        check,
+        section.timeout_seconds,
+        section.wait_seconds,
+        sleeps=sleeps,
+        in_flight=section.in_flight,
+    )
     urls = [url.strip() for url in section.urls.split(",") if url.strip()]
     return _client(urls, weights, model, stop_ids, config)
 
@@ -155,7 +170,8 @@ class SamplerEntry:
       title: Name of the sampler in messages.
       dialect: Function `(config, vocab_size=0) -> dialect` that returns the API of servers that are evaluated.
       needs_urls: Whether its servers must be listed in `rollouts.urls`.
-      while_training: Whether it can generate while the policy is trained, as `train.staleness=1` requires.
+      while_training: Whether it can generate while the policy is trained, as `train.staleness=1` requires, and continue
+        generations with new weights, as `rollouts.in_flight` requires.
       cache_growth: Peak size of its caches while they grow, as a multiple of full-length caches, if it decodes in the
         trainer's memory. None if it decodes elsewhere.
       has_slots: Whether it decodes with `embedded.slots`, the only decoder that the benchmark measures.

@@ -217,14 +217,14 @@ class Rollouts:
             np.ones(len(ids), bool),
             (self._text(ids, completion.finish_reason),),
             completion.finish_reason,
-            completion.weight_version,
+            completion.weight_versions,
         )
         if before is None:
             return written
-        if before.weight_version != written.weight_version:
+        if (version := before.weight_versions[-1]) != (new := written.weight_versions[0]):
             raise RuntimeError(
-                f"The weights changed from version {before.weight_version} to {written.weight_version} between two "
-                f"turns of problem {problem.id}; push weights with Rollouts.push_weights only."
+                f"The weights changed from version {version} to {new} between two turns of problem {problem.id}; push "
+                "weights with Rollouts.push_weights only."
             )
         return _concatenate(before, written)
 
@@ -242,7 +242,8 @@ class Rollouts:
         if num_tokens >= sampling.max_tokens or num_turns >= sampling.max_turns:
             return dataclasses.replace(generation, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
-        return _concatenate(generation, Generation(ids, logprobs, mask, (reply,), "stop", generation.weight_version))
+        versions = np.full(len(ids), generation.weight_versions[-1])
+        return _concatenate(generation, Generation(ids, logprobs, mask, (reply,), "stop", versions))
 
 
 def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:
@@ -268,5 +269,5 @@ def _concatenate(first: Generation, second: Generation) -> Generation:
         np.concatenate([first.loss_mask, second.loss_mask]),
         (*first.turns, *second.turns),
         second.finish_reason,
-        second.weight_version,
+        np.concatenate([first.weight_versions, second.weight_versions]),
     )

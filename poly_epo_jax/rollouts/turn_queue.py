@@ -43,6 +43,7 @@ class TurnQueue:
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_concurrent = isinstance(sampler, ConcurrentCalls)
 
     async def __aenter__(self) -> "TurnQueue":
         return self
@@ -78,7 +79,7 @@ class TurnQueue:
     def _begin_if_due(self) -> None:
         if self._waiting and len(self._waiting) == self._num_open:
             self._begin()
-        elif self._waiting and self._timer is None and isinstance(self._sampler, ConcurrentCalls):
+        elif self._waiting and self._timer is None and self._is_concurrent:
             self._timer = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._begin)
 
     def _begin(self) -> None:

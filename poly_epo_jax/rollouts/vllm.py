@@ -154,9 +154,9 @@ class VLLM:
             completions.append(answer)
         return completions
 
-    async def pause(self, client: httpx.AsyncClient, url: str) -> None:
-        """Aborts all generations and pauses the server."""
-        await _post(client, f"{url}/pause?mode=abort")
+    async def pause(self, client: httpx.AsyncClient, url: str, keep: bool = False) -> None:
+        """Pauses the server, and aborts all generations unless `keep` is True. See `Dialect.pause`."""
+        await _post(client, f"{url}/pause?mode={'keep' if keep else 'abort'}")
 
     async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
         """Loads weights with `reload_weights`, names them, and empties the prefix cache. See `Dialect.load_folder`.
@@ -176,7 +176,8 @@ class VLLM:
                 "terminated; see its log, and set rollouts.weights_dir to a folder that its host and user can read."
             )
         await _post(client, f"{url}/update_weight_version", {"new_version": version})
-        emptied = await _post(client, f"{url}/reset_prefix_cache?reset_external=true")
+        # Without reset_running_requests, the cache would not be emptied while generations are kept.
+        emptied = await _post(client, f"{url}/reset_prefix_cache?reset_external=true&reset_running_requests=true")
         if emptied.get("success") is not True:
             raise ServerError(f"{url} did not empty its prefix cache after an update to {version}; restart it.")
 
@@ -257,7 +258,10 @@ def parse_response(answer: Any, request: Request) -> ServerCompletion:
     token_ids, logprobs = _tokens(choice)
     if not weights:
         raise InvalidResponseError("weight_versions of its response is empty")
-    return ServerCompletion(np.array(token_ids, np.int64), np.array(logprobs), _finish_reason(choice, reason), weights)
+    finish_reason, ids = _finish_reason(choice, reason), np.array(token_ids, np.int64)
+    details = answer["usage"].get("prompt_tokens_details")  # None without --enable-prompt-tokens-details.
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return ServerCompletion(ids, np.array(logprobs), finish_reason, weights, cached)
 
 
 def _choice(answer: Any) -> Any:

@@ -81,6 +81,11 @@ def prepare(config: Config) -> Prepared:
             "algo.truncated='mask' would leave episodes that reach sampling.max_tokens or sampling.max_turns out of "
             "the update, so nothing would make them less likely; set algo.truncated=train."
         )
+    if config.rollouts.in_flight and isinstance(task, Interactive):
+        raise ConfigError(
+            f"rollouts.in_flight=True is not supported with task.name={config.task.name!r}, because updates wait for "
+            "the end of episodes; set rollouts.in_flight=False."
+        )
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
     judge = make_judge(config.judge, task)

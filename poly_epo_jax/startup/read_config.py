@@ -283,10 +283,25 @@ def _check_training(config: Config) -> None:
     _check_rollouts(config)
 
 
+def _while_training() -> str:
+    """Returns the names of the samplers that can generate while the policy is trained."""
+    return " or ".join(name for name, sampler in SAMPLERS.items() if sampler.while_training)
+
+
 def _check_rollouts(config: Config) -> None:
     rollouts, sampler = config.rollouts, SAMPLERS[config.rollouts.name]
     if sampler.needs_urls and not rollouts.urls:
         raise ConfigError("rollouts.urls='' must be the address of at least one server of the policy.")
+    if rollouts.in_flight and not sampler.while_training:
+        raise ConfigError(
+            f"rollouts.in_flight=True is not supported with rollouts.name={rollouts.name!r}, whose generations end "
+            f"before an update; set rollouts.in_flight=False, or rollouts.name={_while_training()}."
+        )
+    if rollouts.in_flight and rollouts.shared_servers:
+        raise ConfigError(
+            "rollouts.shared_servers=True is not supported with rollouts.in_flight=True, because other processes would "
+            "accept completions before the first process has verified the update; set one of them to False."
+        )
     if not config.train.staleness:
         return
     # With staleness 1, the sampler generates the next batch with the current weights while an update replaces them. The
@@ -297,10 +312,9 @@ def _check_rollouts(config: Config) -> None:
             "the servers while others still generate; set rollouts.shared_servers=False or train.staleness=0."
         )
     if not sampler.while_training:
-        others = " or ".join(name for name, other in SAMPLERS.items() if other.while_training)
         raise ConfigError(
             f"rollouts.name={rollouts.name!r} shares the weights and devices of the trainer, so it cannot generate "
-            f"during an update; set train.staleness=0, or rollouts.name={others}."
+            f"during an update; set train.staleness=0, or rollouts.name={_while_training()}."
         )
     if not config.algo.importance_cap:
         raise ConfigError(

@@ -40,6 +40,11 @@ class UpdateObjective:
     Two optional corrections account for the difference. Truncated importance sampling multiplies the weight of a token
     by min(p_old / p_sampler, `importance_cap`). Masking removes responses with a large mismatch from all terms.
 
+    With `rollouts.in_flight`, the tokens of a response can be sampled with several versions of the weights. The
+    recorded log-probability of a token is that of the version that sampled it, given all previous tokens of the
+    response. Neither the ratios nor the corrections depend on the versions: p_old is the same policy for all tokens,
+    and p_old / p_sampler is the exact importance weight of each token, regardless of the version of its neighbors.
+
     Attributes:
       loss: One of set_rl.LOSSES, with its keyword arguments bound.
       temperature: Temperature of the sampling distribution whose log-probabilities are trained.

@@ -33,14 +33,16 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
     """
     generations = [generation for graded in groups for generation in graded.group.generations]
     failures = Counter(failure.kind for failure in judge_failures(groups))
+    # Number of steps by which the weights that sampled a token were older than the policy that is trained.
+    ages = np.concatenate([step - 1 - y.weight_versions[y.loss_mask] for y in generations])
     rollouts = {
         "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
         "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
         "response/looped": float(np.mean([ends_in_loop(_last_turn(generation)) for generation in generations])),
-        # Number of steps by which the sampling weights were older than the policy that is trained.
-        "response/staleness": float(np.mean([step - 1 - generation.weight_version for generation in generations])),
+        "response/staleness": float(ages.mean()),
+        "response/max_staleness": float(ages.max()),
         "judge/failed_prompts": float(failures.total()),
     }
     failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}

@@ -173,6 +173,14 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"sampling.top_k": 20}, ["sampling.top_p=1.0 and sampling.top_k=20 would bias the gradient"]),
         ({"algo.importance_cap": -1.0}, ["algo.importance_cap=-1.0", "be 0, or lie between 0.001"]),
         ({"algo.max_mismatch_ratio": 0.9}, ["algo.max_mismatch_ratio=0.9", "be 0, or lie between 1.001"]),
+        ({"rollouts.in_flight": True}, ["rollouts.in_flight=True", "rollouts.name='embedded'", "sglang or vllm"]),
+        (
+            {
+                **{"rollouts.in_flight": True, "rollouts.shared_servers": True},
+                **{"rollouts.name": "vllm", "rollouts.urls": "http://localhost:1"},
+            },
+            ["rollouts.shared_servers=True", "rollouts.in_flight=True"],
+        ),
         ({"train.staleness": 2}, ["train.staleness=2", "between 0 and 1"]),
         ({"train.staleness": 1}, ["rollouts.name='embedded'", "set train.staleness=0, or rollouts.name=sglang"]),
         (

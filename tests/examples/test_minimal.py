@@ -89,7 +89,7 @@ def graded_groups(
         ended = ids[-1] == policy.tokenizer.eos_token_id
         text = str(policy.tokenizer.decode(ids[:-1] if ended else ids))
         mask, reason = np.ones(len(ids), bool), "stop" if ended else "length"
-        generations.append(Generation(ids, logprobs[is_response], mask, (text,), reason, 0))
+        generations.append(Generation(ids, logprobs[is_response], mask, (text,), reason, np.zeros(len(ids), np.int32)))
     graded = []
     for p, problem in enumerate(problems):
         prompt_ids = np.array(policy.tokenizer(problem.prompt)["input_ids"], np.int32)

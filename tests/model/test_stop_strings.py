@@ -76,7 +76,8 @@ def test_text_is_truncated_but_all_tokens_are_trained(
 ):
     class Spelling(Scripted):
         def completion(self, place: int, index: int, text: str) -> Completion:
-            return Completion(place, index, np.array(ids, np.int32), np.full(len(ids), -1, np.float32), reason, 0)  # pyright: ignore[reportArgumentType]
+            tokens, versions = np.array(ids, np.int32), np.zeros(len(ids), np.int32)
+            return Completion(place, index, tokens, np.full(len(ids), -1, np.float32), reason, versions)  # pyright: ignore[reportArgumentType]
 
     rollouts = Rollouts(Spelling(lambda *_: "", "d"), tokenizer, ByLetter(), 8, ("\n",))
     ((y,),) = [group.generations for group in collect(rollouts, [Problem("p", "dog", "")], 1, Sampling(8))]

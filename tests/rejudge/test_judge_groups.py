@@ -61,7 +61,7 @@ class Seeded(Letters):
     """Joins all responses with seed 0, and separates them with other seeds."""
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
-        return Clustering(np.arange(8) * min(group.generations[0].weight_version, 1))
+        return Clustering(np.arange(8) * min(int(group.generations[0].weight_versions[0]), 1))
 
 
 class Fails(Letters):

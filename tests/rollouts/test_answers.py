@@ -29,7 +29,8 @@ def flaw(answer: Any) -> str:
         return str(read)
     assert read.finish_reason is not None
     limits = {"max_tokens": MAX_TOKENS, "stop_ids": STOP_IDS, "vocab_size": VOCABULARY}
-    return completion_flaw(read.token_ids, read.logprobs, read.finish_reason, **limits) or read.weight_flaw()
+    flaw = completion_flaw(read.token_ids, read.logprobs, read.finish_reason, **limits)
+    return flaw or read.weight_flaw([str(read.weight_version)])
 
 
 def honest(seed: int) -> Any:

@@ -59,7 +59,7 @@ def test_groups_contain_completions_in_the_order_of_their_seeds():
         for y in group.generations:
             assert y.token_ids.tolist() == ids(y.text + STOP)
             assert y.loss_mask.tolist() == [True] * 3 and y.logprobs.tolist() == [-1.0] * 3
-            assert (y.finish_reason, y.turns, y.weight_version) == ("stop", (y.text,), 0)
+            assert (y.finish_reason, y.turns, set(y.weight_versions)) == ("stop", (y.text,), {0})
     (requests,) = sampler.calls
     for problem, request in zip(PROBLEMS, requests, strict=True):
         assert (request.problem_id, request.max_tokens) == (problem.id, MAX_TOKENS)
@@ -191,7 +191,7 @@ def test_completions_with_tokens_outside_the_embedding_raise_an_error(token: int
     class Inventing(Recording):
         def completion(self, place: int, index: int, text: str) -> Completion:
             ids = np.array([token, 1], np.int32)
-            return Completion(place, index, ids, np.full(2, -1, np.float32), "stop", 0)
+            return Completion(place, index, ids, np.full(2, -1, np.float32), "stop", np.zeros(2, np.int32))
 
     sampler = Inventing(lambda *_: "a")
     rollouts = Rollouts(sampler, sampler.tokenizer, ByLetter(), 8, vocab_size=11)

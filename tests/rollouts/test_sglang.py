@@ -11,7 +11,17 @@ import jax
 import numpy as np
 import pytest
 from fake_servers import UNCHECKED
-from fakes import TINY, TINY_ALPHABET, TINY_MODEL, ByLetter, collect, tiny_params, tiny_problems, trainer_logprobs
+from fakes import (
+    TINY,
+    TINY_ALPHABET,
+    TINY_MODEL,
+    ByLetter,
+    assert_exact_versions,
+    collect,
+    tiny_params,
+    tiny_problems,
+    trainer_logprobs,
+)
 from sglang_servers import STARTED_WITHIN, Router, SGLangServer, require_sglang, require_torch, running
 
 from poly_epo_jax.model import hf
@@ -70,10 +80,11 @@ def rollouts_of(
     stop_ids: Sequence[int] = STOP_IDS,
     max_concurrent: int = 64,
     check: ContentCheck | None = None,
+    in_flight: bool = False,
 ) -> Rollouts:
     reference = WeightReference(TINY_MODEL, make_mesh(1, 1, 1), "float32")
-    check = check or ContentCheck(SGLANG, reference, 64, TINY.vocab_size, stop_ids)
-    weights = ServedWeights(sync, SGLANG, check, STARTED_WITHIN, STARTED_WITHIN)
+    check = check or ContentCheck(SGLANG, reference, 64, TINY.vocab_size, stop_ids, in_flight=in_flight)
+    weights = ServedWeights(sync, SGLANG, check, STARTED_WITHIN, STARTED_WITHIN, in_flight=in_flight)
     limits = {"vocab_size": TINY.vocab_size, "max_concurrent": max_concurrent, "timeout_seconds": STARTED_WITHIN}
     sampler = ServerSampler([one.url for one in servers], weights, stop_ids, **limits)
     return Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT)
@@ -87,7 +98,7 @@ def assert_generated_by(seed: int, groups: Sequence[Group], version: int, temper
     trainer, sampler = trainer_logprobs(seed, groups, temperature)
     assert len(trainer) > 50 and trainer.std() > 0.5
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
-    assert {y.weight_version for group in groups for y in group.generations} == {version}
+    assert {version for group in groups for y in group.generations for version in y.weight_versions} == {version}
 
 
 def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_generations: int) -> None:
@@ -128,6 +139,31 @@ def test_every_update_reaches_every_server(servers, sync, capsys):
             assert_generated_by(version, groups, version)
     # On CPUs, SGLang pads the projections of an MLP with 24 units.
     assert "checksums of 18 tensors (14 equal the pushed bytes)" in capsys.readouterr().err
+
+
+def test_running_generations_continue_with_new_weights(servers, sync):
+    """Servers compute keys and values of the previous tokens again, with the new weights."""
+    rollouts, problems = rollouts_of(servers, sync, in_flight=True), tiny_problems(24, MAX_PROMPT)
+
+    async def main() -> tuple[list[Group], int]:
+        await rollouts.push_weights(weights(1), 1)
+        version, generating = 1, asyncio.create_task(generate(rollouts, problems, 16, Sampling(200)))
+        while not generating.done():
+            version += 1
+            await rollouts.push_weights(weights(version), version)
+        return await generating, version
+
+    groups, version = asyncio.run(main())
+    assert_complete(groups, problems, 16)
+    assert len(assert_exact_versions(groups)) > 2
+    assert max(len(set(y.weight_versions)) for group in groups for y in group.generations) > 1
+    assert COUNTS.items() <= rollouts.metrics().items()
+    # The prefix cache of running generations is not read after an update.
+    assert assert_exact_versions(collect(rollouts, problems, 4, Sampling(16))) == {version}
+
+
+async def generate(rollouts: Rollouts, problems: Sequence[Problem], count: int, sampling: Sampling) -> list[Group]:
+    return [group async for group in rollouts.generate(problems, count, sampling)]
 
 
 def rollouts_on(server: SGLangServer, rollouts: Rollouts) -> Rollouts:

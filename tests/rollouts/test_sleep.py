@@ -99,7 +99,7 @@ def test_a_server_sleeps_after_the_batch_and_wakes_before_the_weight_update(tmp_
     asyncio.run(step(1))
     assert server.calls == PUSHES + SLEEPS + WAKES + PUSHES
     groups = collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))
-    assert {y.weight_version for group in groups for y in group.generations} == {1}
+    assert {version for group in groups for y in group.generations for version in y.weight_versions} == {1}
 
 
 def test_a_server_that_another_run_left_asleep_is_woken_once(tmp_path: Path, monkeypatch):

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_servers import UNCHECKED
-from fakes import ByLetter, collect, tiny_params, tiny_problems, trainer_logprobs
+from fakes import ByLetter, assert_exact_versions, collect, tiny_params, tiny_problems, trainer_logprobs
 from sglang_servers import ROOT, STARTED_WITHIN, SGLangServer, require_sglang, running
 from training_runs import SETTINGS, as_flags, environment, rows_of
 from vllm_servers import ALPHABET, CONTEXT, TOKENIZER, UNTIED, UNTIED_MODEL, VLLMServer, vllm_servers
@@ -47,8 +47,10 @@ def rollouts_of(
     temperature: float = 1.0,
     name: str = "vllm",
     stop_ids: Sequence[int] = STOP_IDS,
+    in_flight: bool = False,
 ) -> Rollouts:
     config = get_config()
+    config.rollouts.in_flight = in_flight
     config.rollouts.update({"name": name, "urls": ",".join(server.url for server in servers), "max_concurrent": 16})
     config.rollouts.update({"weights_dir": str(folder), "weights_dtype": "float32", "wait_seconds": STARTED_WITHIN})
     config.train.max_prompt_tokens = MAX_PROMPT
@@ -90,10 +92,8 @@ def test_generations_match_the_trainer_and_depend_on_seeds(servers, tmp_path, te
     groups = collect(rollouts, prompts, 4, Sampling(24, temperature))
     assert mismatch(groups, 3, temperature) < 1e-4
     generations = [y for group in groups for y in group.generations]
-    assert {y.weight_version for y in generations} == {3} and {y.finish_reason for y in generations} == {
-        "stop",
-        "length",
-    }
+    assert {version for y in generations for version in y.weight_versions} == {3}
+    assert {y.finish_reason for y in generations} == {"stop", "length"}
     for y in generations:
         stopped = y.finish_reason == "stop"
         assert stopped == (y.token_ids[-1] in STOP_IDS) and not np.isin(y.token_ids[:-1], STOP_IDS).any()
@@ -132,6 +132,32 @@ def test_a_prefix_cache_of_older_weights_is_emptied(servers, tmp_path, monkeypat
     monkeypatch.setattr(rollouts.sampler._weights, "check", UNCHECKED)
     push(rollouts, 4)
     assert mismatch(collect(rollouts, prompts, 8, Sampling(16)), 4) > 0.01  # The stale cache changes the results.
+
+
+def test_running_generations_continue_with_new_weights(servers, tmp_path):
+    """Servers compute keys and values of the previous tokens again, with the new weights."""
+    rollouts = rollouts_of(servers, tmp_path, stop_ids=(), in_flight=True)
+    prompts = problems(MAX_PROMPT, MAX_PROMPT)[-4:]
+
+    async def main() -> tuple[list[Group], int]:
+        await rollouts.push_weights(tiny_params(1, UNTIED_MODEL), 1)
+        version, generating = 1, asyncio.create_task(generate(rollouts, prompts, 4, Sampling(200)))
+        while not generating.done():
+            version += 1
+            await rollouts.push_weights(tiny_params(version, UNTIED_MODEL), version)
+        return await generating, version
+
+    groups, version = asyncio.run(main())
+    assert {len(y.token_ids) for group in groups for y in group.generations} == {200}
+    assert len(assert_exact_versions(groups, UNTIED_MODEL)) > 2
+    assert all(len(set(y.weight_versions)) > 1 for group in groups for y in group.generations)
+    assert counts_of(rollouts) == COUNTS
+    # The prefix cache of running generations is not read after an update.
+    assert assert_exact_versions(collect(rollouts, prompts, 4, Sampling(16)), UNTIED_MODEL) == {version}
+
+
+async def generate(rollouts: Rollouts, prompts: Sequence[Problem], count: int, sampling: Sampling) -> list[Group]:
+    return [group async for group in rollouts.generate(prompts, count, sampling)]
 
 
 def scores(url: str, tokens: Sequence[int]) -> list[float]:

@@ -122,7 +122,7 @@ def test_each_seed_is_a_request_and_an_update_has_a_fixed_order(server, monkeypa
     assert server.calls == UPDATE and not server.is_paused
     (group,) = collect(rollouts, tiny_problems(1, 8), 3, Sampling(4, 0.5, top_k=7))
     assert [y.token_ids.tolist() for y in group.generations] == [[5, 1]] * 3
-    assert {y.weight_version for y in group.generations} == {1}
+    assert {version for y in group.generations for version in y.weight_versions} == {1}
     bodies = server.bodies[len(UPDATE) :]
     seeds = [body["sampling_params"].pop("seed") for body in bodies]
     assert len(set(seeds)) == 3 and all(0 <= seed < 2**32 for seed in seeds)

@@ -29,7 +29,14 @@ def random_group(problem: Problem, rng: np.random.Generator) -> Group:
 
     def generation(text: str) -> Generation:
         ids = rng.integers(2, 20, rng.integers(1, 7)).astype(np.int32)
-        return Generation(ids, np.full(len(ids), -1, np.float32), np.ones(len(ids), bool), (text,), "stop", 0)
+        return Generation(
+            ids,
+            np.full(len(ids), -1, np.float32),
+            np.ones(len(ids), bool),
+            (text,),
+            "stop",
+            np.zeros(len(ids), np.int32),
+        )
 
     letters = [*"aab", *rng.choice(list(LETTERS), 5)]
     return Group(problem, np.array([7, 8, 9], np.int32), tuple(generation(letter) for letter in letters))

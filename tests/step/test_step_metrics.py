@@ -33,7 +33,7 @@ def test_only_the_last_turn_without_its_stop_token_can_be_a_loop():
 
 def _generation(ids: np.ndarray, reply: int) -> Generation:
     mask = np.arange(len(ids)) >= reply
-    return Generation(ids, np.zeros(len(ids), np.float32), mask, ("",), "stop", 0)
+    return Generation(ids, np.zeros(len(ids), np.float32), mask, ("",), "stop", np.zeros(len(ids), np.int32))
 
 
 @pytest.mark.parametrize(("period", "tokens"), [(1, 64), (3, 64), (16, 64), (17, 68), (1000, 4000), (500, 2300)])

@@ -33,7 +33,9 @@ def generation(length: int, truncated: bool, reply: int = 0, token: int = 5) -> 
     mask = np.arange(length) >= reply
     mask[0] = True
     ids = np.full(length, token, np.int32)
-    return Generation(ids, np.full(length, -1, np.float32), mask, ("",), "length" if truncated else "stop", 0)
+    return Generation(
+        ids, np.full(length, -1, np.float32), mask, ("",), "length" if truncated else "stop", np.zeros(length, np.int32)
+    )
 
 
 def graded(generations: list[Generation], clusters: list[int] | None = None, rewards: Any = 0) -> GradedGroup:

@@ -58,6 +58,7 @@ def open_rollouts(
     folder: Path | None,
     wait_seconds: float = PATIENCE,
     weight_version: str | None = None,
+    in_flight: bool = False,
 ) -> Rollouts:
     """Returns rollouts whose HTTP requests are handled by `handle`.
 
@@ -68,6 +69,7 @@ def open_rollouts(
       folder: Folder through which weights are pushed. If None, the servers keep their weights.
       wait_seconds: Timeout in seconds for a server that does not respond.
       weight_version: Name of the weights that servers without a folder must have. If None, any weights.
+      in_flight: Whether updates keep the generations in progress.
     """
     monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(handle))
     for module in (served_weights, client):
@@ -75,7 +77,7 @@ def open_rollouts(
     weights = AdoptedWeights(SGLANG, wait_seconds, weight_version)
     if folder is not None:
         sync = DiskSync(folder, "a run", TINY, "float32")
-        weights = served_weights.ServedWeights(sync, SGLANG, UNCHECKED, PATIENCE, wait_seconds)
+        weights = served_weights.ServedWeights(sync, SGLANG, UNCHECKED, PATIENCE, wait_seconds, in_flight=in_flight)
     limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": PATIENCE}
     sampler = ServerSampler(urls, weights, (1, 14), **limits)
     return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)

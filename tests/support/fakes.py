@@ -1,6 +1,7 @@
 """A tiny policy that compiles quickly, with problems, training sequences, samplers, a task and a judge for it."""
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -146,6 +147,29 @@ def trainer_logprobs(
     return np.concatenate(trainer), np.concatenate(sampler)
 
 
+def assert_exact_versions(groups: Sequence[Group], model: Transformer = TINY_MODEL) -> set[int]:
+    """Asserts that each token has the log-probability of the trainer with the weights of the token's version.
+
+    Args:
+      groups: Groups that were sampled with temperature 1. The weights of version v are `tiny_params(v, model)`.
+      model: Model of the weights.
+
+    Returns:
+      The versions of all tokens.
+    """
+
+    def marked(group: Group) -> Group:  # The trainer only reorders the versions.
+        generations = [dataclasses.replace(y, logprobs=y.weight_versions.astype(np.float32)) for y in group.generations]
+        return dataclasses.replace(group, generations=tuple(generations))
+
+    _, of_token = trainer_logprobs(0, [marked(group) for group in groups], 1.0, model)
+    versions = set(of_token.astype(int).tolist())
+    for version in versions:
+        trainer, sampler = trainer_logprobs(version, groups, 1.0, model)
+        np.testing.assert_allclose(sampler[of_token == version], trainer[of_token == version], rtol=0, atol=1e-4)
+    return versions
+
+
 @functools.cache
 def _update(temperature: float, model: Transformer) -> PolicyUpdate:
     objective = UpdateObjective(policy_gradient_loss, temperature)
@@ -157,7 +181,7 @@ def group(problem: Problem, texts: Sequence[str]) -> Group:
 
     def generation(text: str) -> Generation:
         ids = np.array([2 + LETTERS.index(text), 1], np.int32)
-        return Generation(ids, np.full(2, -1, np.float32), np.ones(2, bool), (text,), "stop", 0)
+        return Generation(ids, np.full(2, -1, np.float32), np.ones(2, bool), (text,), "stop", np.zeros(2, np.int32))
 
     generations = [generation(text) for text in texts]
     return Group(problem, np.array([7, 8], np.int32), tuple(generations))
@@ -182,7 +206,8 @@ class Scripted:
 
     def completion(self, place: int, index: int, text: str) -> Completion:
         ids = np.array([*self.tokenizer.encode(text), 1], np.int32)
-        return Completion(place, index, ids, np.full(len(ids), -1, np.float32), "stop", self.version)
+        versions = np.full(len(ids), self.version, np.int32)
+        return Completion(place, index, ids, np.full(len(ids), -1, np.float32), "stop", versions)
 
     async def push_weights(self, params: Params, version: int) -> None:
         self.version = version

@@ -7,4 +7,5 @@ from poly_epo_jax.types import Generation
 
 def response(text: str, weight_version: int = 0) -> Generation:
     """Returns a generation with the single turn `text`."""
-    return Generation(np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", weight_version)
+    ids, versions = np.zeros(1, np.int32), np.full(1, weight_version, np.int32)
+    return Generation(ids, np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", versions)

@@ -84,7 +84,8 @@ class EmbeddedSampler:
             for finished in await run_to_completion(asyncio.to_thread(slots.advance)):
                 stopped = bool((self.stop_ids == finished.token_ids[-1]).any())
                 reason = "stop" if stopped else "length"
-                yield Completion(*origins[finished.job], finished.token_ids, finished.logprobs, reason, version)
+                versions = np.full(len(finished.token_ids), version, np.int32)
+                yield Completion(*origins[finished.job], finished.token_ids, finished.logprobs, reason, versions)
 
     def _slots(self, requests: Sequence[Request], sampling: Sampling) -> Slots:
         jobs = [

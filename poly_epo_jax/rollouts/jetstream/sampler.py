@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from poly_epo_jax.model.decoding import decoding_weights, gather_weights_over_fsdp
@@ -175,4 +176,4 @@ class JetStreamSampler:
         limits = {"max_tokens": request.max_tokens, "stop_ids": self._stop_ids, "vocab_size": self._vocab_size}
         if flaw := completion_flaw(token_ids, logprobs, reason, **limits):
             raise RuntimeError(f"Invalid completion of JetStream for problem {request.problem_id}: {flaw}.")
-        return Completion(place, index, token_ids, logprobs, reason, versions.pop())
+        return Completion(place, index, token_ids, logprobs, reason, np.full(len(token_ids), versions.pop(), np.int32))

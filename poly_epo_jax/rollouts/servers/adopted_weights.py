@@ -1,7 +1,7 @@
 """Evaluation of servers with the weights that they already have."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import httpx
 
@@ -55,6 +55,10 @@ class AdoptedWeights:
             raise ServerError(f"The weights of {urls[0]} changed after the evaluation started; rerun it.")
         self.name, self.current = found[urls[0]], set(urls)
         return list(urls)
+
+    async def accepted(self, url: str) -> Mapping[str, int]:
+        """Returns the version 0 of the adopted weights by their name."""
+        return {self.name: self.version}
 
     async def ensure_current(self, url: str) -> None:
         """Waits until a server responds, and verifies that its weights have not changed.

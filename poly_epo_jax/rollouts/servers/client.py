@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal
 
 import httpx
@@ -55,9 +55,9 @@ class _PendingRequest:
 class ServerSampler:
     """A client of one or more servers that serve the policy, or of routers in front of such servers.
 
-    All generations of a batch are sampled with the same weights. Generations that were aborted, are invalid or were
-    sampled with other weights are resampled with the same seed. Invalid generations are resampled by another server if
-    one is available.
+    All generations of a batch are sampled with the same weights, unless `rollouts.in_flight` is True. Then, generations
+    in progress continue with new weights. Generations that were aborted, are invalid or were sampled with other weights
+    are resampled with the same seed. Invalid generations are resampled by another server if one is available.
 
     Args:
       urls: Servers and routers.
@@ -127,8 +127,9 @@ class ServerSampler:
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes weights to all servers that respond, and verifies that they generate with these weights.
 
-        Generations in progress finish with the weights that they started with, even if their server restarts: the new
-        weights are prepared alongside the old ones, and pushed once all of these generations are complete.
+        Unless `rollouts.in_flight` is True, generations in progress finish with the weights that they started with,
+        even if their server restarts: the new weights are prepared alongside the old ones, and pushed once all of these
+        generations are complete.
 
         Args:
           params: All weights of the policy.
@@ -179,8 +180,9 @@ class ServerSampler:
                 answered = await asyncio.gather(
                     *(generate(indices, sampling, self.stop_ids) for indices in calls), return_exceptions=True
                 )
+                accepted = await self._weights.accepted(server.url)
                 for indices, answers in zip(calls, answered, strict=True):
-                    self._collect(pool, server, pending, indices, answers)
+                    self._collect(pool, server, pending, indices, answers, accepted)
             if len(pending.done) == len(request.seeds):
                 return [pending.done[index] for index in range(len(request.seeds))]
         raise ServerError(
@@ -195,8 +197,9 @@ class ServerSampler:
         pending: _PendingRequest,
         indices: Sequence[int],
         answers: Sequence[ServerCompletion | InvalidResponseError] | BaseException,
+        accepted: Mapping[str, int],
     ) -> None:
-        """Collects valid completions that were sampled with the current weights. Other completions are resampled."""
+        """Collects valid completions that were sampled with accepted weights. Other completions are resampled."""
         if isinstance(answers, InvalidResponseError):
             answers = [answers] * len(indices)
         if isinstance(answers, httpx.HTTPError):
@@ -207,23 +210,34 @@ class ServerSampler:
         for index, answer in zip(indices, answers, strict=True):
             if isinstance(answer, InvalidResponseError):
                 self._reject(server, pending, str(answer))
-            elif answer.weight_version not in (None, name := self._weights.name):
+            elif not accepted:
+                self._counts["resampled"] += 1
+                self._mark_failed(pool, server, pending, "its weight update failed or was repeated")
+            elif answer.weight_version not in (None, *accepted):
+                name = self._weights.name
                 self._counts["resampled"] += 1
                 self._mark_failed(pool, server, pending, f"it has weights {answer.weight_version} instead of {name}")
             elif answer.finish_reason is None:
                 self._counts["resampled"] += 1
                 pending.last_error = f"{server.url} aborted a generation"
-            elif flaw := self._flaw(pending.request, answer, answer.finish_reason):
+            elif flaw := self._flaw(pending.request, answer, answer.finish_reason) or answer.weight_flaw(accepted):
                 self._reject(server, pending, flaw)
             else:
-                ids, logprobs = answer.token_ids.astype(np.int32), answer.logprobs.astype(np.float32)
-                version = self._weights.version
-                pending.done[index] = Completion(pending.place, index, ids, logprobs, answer.finish_reason, version)
+                pending.done[index] = Completion(
+                    pending.place,
+                    index,
+                    answer.token_ids.astype(np.int32),
+                    answer.logprobs.astype(np.float32),
+                    answer.finish_reason,
+                    np.repeat(
+                        np.array([accepted[span.version] for span in answer.weights], np.int32),
+                        [span.end - span.start for span in answer.weights],
+                    ),
+                )
 
     def _flaw(self, request: Request, answer: ServerCompletion, finish_reason: FinishReason) -> str:
         limits = {"max_tokens": request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}
-        flaw = completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
-        return flaw or answer.weight_flaw()
+        return completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
 
     def _reject(self, server: Server, pending: _PendingRequest, why: str) -> None:
         self._counts.update(resampled=1, invalid_responses=1)

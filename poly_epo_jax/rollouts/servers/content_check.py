@@ -11,7 +11,11 @@ Up to three checks are active for a server (`evidence.py`):
 
 The probe is a prompt followed by generated tokens, because servers compute log-probabilities of prompt tokens without
 the prefix cache. It is requested twice: first for one token like every other prompt, and then with a new cache salt,
-which excludes cached blocks. The most likely tokens are generated, so that the answer does not depend on a seed.
+which excludes cached blocks. The most likely tokens are generated, so that the answer does not depend on a seed. The
+first request must read no tokens from the prefix cache, which an update empties.
+
+With `rollouts.in_flight`, servers answer the probe while they generate other responses, whose number affects rounding.
+The second check is then not active.
 """
 
 import asyncio
@@ -61,6 +65,7 @@ class ContentCheck:
       max_sequence_tokens: Maximum number of tokens of a prompt with its response, which limits the probe.
       vocab_size: Size of the vocabulary.
       stop_ids: Token ids that end a generation.
+      in_flight: Whether the servers generate other responses during the verification.
     """
 
     def __init__(
@@ -70,9 +75,11 @@ class ContentCheck:
         max_sequence_tokens: int,
         vocab_size: int,
         stop_ids: Sequence[int],
+        *,
+        in_flight: bool = False,
     ):
         self._dialect, self._reference = dialect, reference
-        self._stop_ids, self._vocab_size = stop_ids, vocab_size
+        self._stop_ids, self._vocab_size, self._in_flight = stop_ids, vocab_size, in_flight
         self._probe = make_probe(dialect.max_cache_block, max_sequence_tokens, vocab_size, stop_ids)
         self._prepared: tuple[PushedWeights, Params] | None = None
         self._pushed: PushedWeights | None = None
@@ -153,8 +160,11 @@ class ContentCheck:
         try:
             cached = await self._ask(client, url, max_tokens=1)
             answer = await self._ask(client, url, self._new_salt(name))
-            is_repeatable = is_same(cached, first_token(answer))
-            if not is_repeatable and is_same(answer, await self._ask(client, url, self._new_salt(name))):
+            is_repeatable = not self._in_flight and is_same(cached, first_token(answer))
+            is_stale = bool(cached.cached_tokens)
+            if not (self._in_flight or is_repeatable or is_stale):
+                is_stale = is_same(answer, await self._ask(client, url, self._new_salt(name)))
+            if is_stale:
                 return "its prefix cache contains keys and values of other weights; restart it"
             checksums = await self._dialect.checksums(client, url, self._reference.middle_layers)
         except InvalidResponseError as error:
@@ -178,7 +188,7 @@ class ContentCheck:
             raise InvalidResponseError("the generation was aborted")
         limits = {"max_tokens": max_tokens, "stop_ids": self._stop_ids, "vocab_size": self._vocab_size}
         flaw = completion_flaw(answer.token_ids, answer.logprobs, answer.finish_reason, **limits)
-        if flaw := flaw or answer.weight_flaw():
+        if flaw := flaw or answer.weight_flaw([answer.weight_version or ""]):
             raise InvalidResponseError(flaw)
         return answer
 

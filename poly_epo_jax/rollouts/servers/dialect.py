@@ -5,7 +5,7 @@ next to this package, and register a sampler in `rollouts.SAMPLERS`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -71,24 +71,31 @@ class ServerCompletion(NamedTuple):
       logprobs: Log-probabilities [T] of these tokens.
       finish_reason: Reason why the generation ended. None if it was aborted.
       weights: Weights that generated the tokens, in order. Empty if it was aborted before the first token.
+      cached_tokens: Number of prompt tokens that were read from the prefix cache. None if the server omits it.
     """
 
     token_ids: Int[np.ndarray, " T"]
     logprobs: Float[np.ndarray, " T"]
     finish_reason: FinishReason | None
     weights: Sequence[WeightSpan]
+    cached_tokens: int | None = None
 
     @property
     def weight_version(self) -> str | None:
         """Name of the weights that generated the last token. None if there are no tokens."""
         return self.weights[-1].version if self.weights else None
 
-    def weight_flaw(self) -> str:
-        """Returns an empty string if all tokens were generated with the same weights, otherwise the reason why not."""
-        if len(names := dict.fromkeys(span.version for span in self.weights)) > 1:
-            return f"the tokens were generated with several weight versions, {' and '.join(names)}"
+    def weight_flaw(self, accepted: Collection[str]) -> str:
+        """Returns an empty string if each token was generated with accepted weights, otherwise the reason why not.
+
+        Args:
+          accepted: Names of the accepted weights.
+        """
+        names = dict.fromkeys(span.version for span in self.weights)
+        if not names.keys() <= set(accepted):
+            return f"the tokens were generated with weights {' and '.join(names)} instead of {' or '.join(accepted)}"
         bounds = [0, *(bound for span in self.weights for bound in span[:2]), len(self.token_ids)]
-        if bounds[::2] != bounds[1::2]:
+        if bounds[::2] != bounds[1::2] or bounds != sorted(bounds):
             return f"its weight versions cover the tokens {bounds[1:-1]}, but it has {bounds[-1]} tokens"
         return ""
 
@@ -186,8 +193,15 @@ class Dialect(Protocol):
         """
         ...
 
-    async def pause(self, client: httpx.AsyncClient, url: str) -> None:
-        """Wakes a server if it sleeps, aborts its generations and pauses it, so that it can load weights."""
+    async def pause(self, client: httpx.AsyncClient, url: str, keep: bool = False) -> None:
+        """Wakes a server if it sleeps and pauses it, so that it can load weights.
+
+        Args:
+          client: Client for the HTTP requests.
+          url: URL of the server.
+          keep: Whether the generations in progress continue with the new weights after `resume`, instead of being
+            aborted. `load_folder` discards their keys and values, so that they are computed with the new weights.
+        """
         ...
 
     async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:

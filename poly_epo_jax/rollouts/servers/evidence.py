@@ -23,7 +23,8 @@ class Evidence:
 
     Attributes:
       answer: Completion of the probe, computed without the prefix cache.
-      is_repeatable: Whether the server returns equal log-probabilities for equal requests.
+      is_repeatable: Whether the server returns equal log-probabilities for equal requests. False if it may generate
+        other responses at the same time.
       checksums: Checksums of tensors, without those of zero bytes. Empty if the server has none.
       is_quantized: Whether the server quantizes the pushed weights.
     """

@@ -9,21 +9,24 @@ A weight update has these steps:
 
 Workers of routers that do not respond during an update, servers that fail the verification twice, and servers that fail
 later are updated in the same way by `ensure_current` before they are given prompts.
+
+With `rollouts.in_flight`, step 2 is omitted, and generations in progress continue with the new weights after step 3.
+Their completions are accepted after step 4, and only from verified servers. If an update of a server is repeated, its
+generations are aborted, because their tokens may have been generated with other weights.
 """
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 import sys
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import httpx
 
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.servers.content_check import ContentCheck
-from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint
+from poly_epo_jax.rollouts.servers.dialect import Dialect
+from poly_epo_jax.rollouts.servers.endpoints import Endpoints
 from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds, describe_error, open_client
 from poly_epo_jax.types import Metrics, Params
@@ -32,7 +35,6 @@ MAX_ATTEMPTS = 8
 """Maximum number of attempts per weight update. Each attempt waits until the servers respond."""
 REJECTED = "rejected"
 """Weight version of a server that has failed the verification, so that no process gives it prompts."""
-POLL_INTERVAL_SECONDS = 0.5  # Interval between checks for weights of another process, or for a worker of a router.
 
 
 class ServedWeights:
@@ -49,6 +51,7 @@ class ServedWeights:
       timeout_seconds: Timeout in seconds of one weight update.
       wait_seconds: Timeout in seconds for a server that does not respond.
       sleeps: Whether the servers free their memory from `sleep` to the next `update`.
+      in_flight: Whether an update keeps the generations in progress instead of waiting for their end.
 
     Attributes:
       version: Number of training steps that produced the current weights.
@@ -64,18 +67,21 @@ class ServedWeights:
         check: ContentCheck,
         timeout_seconds: float,
         wait_seconds: float,
+        *,
         sleeps: bool = False,
+        in_flight: bool = False,
     ):
         self.version = 0
         self.current: set[str] = set()
         self.routers: frozenset[str] = frozenset()
-        self.dialect = dialect
-        self.sleeps = sleeps
-        self._sync = sync
-        self.check = check
-        self._timeout_seconds = timeout_seconds
-        self._wait_seconds = wait_seconds
-        self._endpoints: dict[str, Endpoint] = {}
+        self.dialect, self.check, self._sync = dialect, check, sync
+        self.sleeps, self.in_flight = sleeps, in_flight
+        self._timeout_seconds, self._wait_seconds = timeout_seconds, wait_seconds
+        self._endpoints = Endpoints(dialect, wait_seconds)
+        self._versions: dict[str, int] = {}  # Number of training steps by name of the weights.
+        self._update: asyncio.Future[None] | None = None  # The update in progress.
+        self._aborted: set[str] = set()  # Servers whose generations this update has aborted.
+        self._recoveries: set[asyncio.Task[None]] = set()
         # This name reveals two runs that update the same server by mistake. All processes of a run share it.
         self._run = hosts.run_on_first(lambda: secrets.token_hex(4))
 
@@ -87,14 +93,14 @@ class ServedWeights:
     async def servers(self, urls: Sequence[str]) -> list[str]:
         """Returns the servers and the workers of the routers in `urls`, including workers that do not respond.
 
-        If the routers list no workers, waits until each router has a worker that responds.
+        Waits for the update in progress and, if the routers list no workers, until each has a worker that responds.
 
         Raises:
           ServerError: If a router does not respond or has no worker that responds within `wait_seconds`, or if a server
             in `urls` does not accept weights.
         """
-        listed = itertools.chain(*[await self._listed(url) for url in urls])
-        return list(dict.fromkeys(listed)) or await self._answering(urls)
+        await self._settled()
+        return await self._endpoints.all(urls)
 
     async def update(
         self, urls: Sequence[str], params: Params, version: int, idle: Callable[[], Awaitable[None]]
@@ -102,6 +108,7 @@ class ServedWeights:
         """Makes new weights the current ones, and pushes them to all servers that respond.
 
         Until `idle` returns, servers generate with the previous weights, which are also pushed to servers that restart.
+        If `in_flight` is True, `idle` is not called.
 
         Args:
           urls: Servers and routers. All listed servers and at least one worker of each router must respond. Workers
@@ -117,20 +124,28 @@ class ServedWeights:
         """
         if self._sync is not None:
             if not self.current:  # Servers that do not support updates raise an error before weights are written.
-                await self._answering(urls)
+                await self._endpoints.answering(urls)
             await asyncio.to_thread(self._sync.prepare, params, f"{self._run}-{version}")
             await asyncio.to_thread(self.check.prepare, params)
-        await idle()
-        self.version, self.current = version, set()
-        if self._sync is not None:
-            await asyncio.to_thread(self._sync.switch)
-            self.check.switch()
-            try:
-                rejected = await self._push(urls)
-            finally:
-                self.check.release()
-            if rejected and not self.current:
-                raise ServerError(next(iter(rejected.values())))
+        if not self.in_flight:
+            await idle()
+            self._versions.clear()
+        async with self._update_in_progress():
+            await self._switch(urls, version)
+
+    async def accepted(self, url: str) -> Mapping[str, int]:
+        """Returns the weights whose tokens are accepted in a completion that a server has just returned.
+
+        If an update is in progress, waits until it has been verified.
+
+        Returns:
+          The versions of these weights by name. Empty if the server does not have the current weights.
+        """
+        if not self.in_flight:
+            return self._versions
+        is_early = self._update is not None
+        await self._settled()
+        return self._versions if url in self.current and not (is_early and url in self._aborted) else {}
 
     async def ensure_current(self, url: str) -> None:
         """Waits until a server responds, and pushes the current weights to it unless it has them.
@@ -140,11 +155,11 @@ class ServedWeights:
             process that pushes the weights has not pushed them within `timeout_seconds`.
         """
         await self.dialect.wait_for(url, self._wait_seconds)
-        if self._sync is None:
-            await self._wait_for_version(url)
-        elif not await self._is_current(url) and (rejected := await self._push([url])):
-            raise ServerError(rejected[url])
-        self.current.add(url)
+        await self._settled()
+        recovery = asyncio.create_task(self._recover(url))
+        self._recoveries.add(recovery)
+        recovery.add_done_callback(self._recoveries.discard)
+        await recovery
 
     async def sleep(self, urls: Sequence[str]) -> None:
         """Makes the servers free their memory until the next `update`, if `sleeps` is True and this process pushes.
@@ -154,7 +169,7 @@ class ServedWeights:
         """
         if not self.sleeps or self._sync is None:
             return
-        if any([(await self._endpoint(url)).is_router for url in urls]):
+        if await self._endpoints.any_router(urls):
             raise ServerError(
                 "rollouts.options.sleep=True does not support routers, which treat sleeping servers as failed; list "
                 "the servers themselves in rollouts.urls."
@@ -176,52 +191,50 @@ class ServedWeights:
         if self._sync is not None:
             self._sync.close()
 
-    async def _endpoint(self, url: str) -> Endpoint:
-        """Waits for the server or router at `url` and determines its kind. The result is cached.
+    async def _settled(self) -> None:
+        """Waits until no update is in progress."""
+        while self._update is not None:
+            await asyncio.wait([self._update])
 
-        Raises:
-          ServerError: If it does not respond, or is a server that does not accept weights.
-        """
-        if url not in self._endpoints:
-            await self.dialect.wait_for(url, self._wait_seconds)
-            endpoint = await self.dialect.probe(url)
-            if endpoint.update_error and not endpoint.is_router:
-                raise ServerError(endpoint.update_error)
-            self._endpoints[url] = endpoint
-        return self._endpoints[url]
+    @contextlib.asynccontextmanager
+    async def _update_in_progress(self) -> AsyncIterator[None]:
+        """Delays recoveries of servers until the context ends, after those in progress have ended."""
+        self._update, self._aborted = asyncio.get_running_loop().create_future(), set()
+        try:
+            while self._recoveries:
+                await asyncio.wait(self._recoveries)
+            yield
+        finally:
+            self._update.set_result(None)
+            self._update = None
 
-    async def _listed(self, url: str) -> list[str]:
-        """Returns the workers of the router at `url`, or `url` itself if it belongs to a server."""
-        is_router = (await self._endpoint(url)).is_router
-        return await self.dialect.workers(url, self._wait_seconds) if is_router else [url]
+    async def _switch(self, urls: Sequence[str], version: int) -> None:
+        self.version, self.current = version, set()
+        self._versions[self.name] = version
+        if self._sync is None:
+            return
+        await asyncio.to_thread(self._sync.switch)
+        self.check.switch()
+        try:
+            rejected = await self._push(urls, keep=self.in_flight)
+        finally:
+            self.check.release()
+        if rejected and not self.current:
+            raise ServerError(next(iter(rejected.values())))
 
-    async def _answering(self, urls: Sequence[str]) -> list[str]:
-        """Waits for all servers in `urls` and one worker of each router, and returns all that respond.
+    async def _recover(self, url: str) -> None:
+        if self._sync is None:
+            await self._endpoints.wait_for_version(url, self.name, self._timeout_seconds)
+        elif not await self._is_current(url) and (rejected := await self._push([url])):
+            raise ServerError(rejected[url])
+        self.current.add(url)
 
-        Raises:
-          ServerError: If one of them does not respond within `wait_seconds`, or does not accept weights.
-        """
-        return list(dict.fromkeys(itertools.chain(*await asyncio.gather(*map(self._answering_at, urls)))))
-
-    async def _answering_at(self, url: str) -> list[str]:
-        deadline = time.monotonic() + self._wait_seconds
-        if not (await self._endpoint(url)).is_router:
-            await self.dialect.wait_for(url, self._wait_seconds)
-            return [url]
-        while True:
-            workers = await self._listed(url)
-            checks = (self.dialect.wait_for(worker, 0) for worker in workers)
-            errors = await asyncio.gather(*checks, return_exceptions=True)
-            if found := [worker for worker, error in zip(workers, errors, strict=True) if error is None]:
-                await asyncio.gather(*map(self._endpoint, found))
-                return found
-            if time.monotonic() >= deadline:
-                reason = errors[-1] if errors else "it lists no workers; start one, or correct its --worker-urls."
-                raise ServerError(f"No worker of router {url} responded within {self._wait_seconds:.0f} s: {reason}")
-            await asyncio.sleep(POLL_INTERVAL_SECONDS)
-
-    async def _push(self, urls: Sequence[str]) -> dict[str, str]:
+    async def _push(self, urls: Sequence[str], keep: bool = False) -> dict[str, str]:
         """Updates and verifies the servers that respond, and repeats this once for servers that fail the verification.
+
+        Args:
+          urls: Servers, and routers whose workers are updated.
+          keep: Whether the generations in progress are kept, unless the update is repeated.
 
         Returns:
           The error message of each server that has failed twice, keyed by URL.
@@ -229,7 +242,7 @@ class ServedWeights:
         Raises:
           ServerError: If a server does not accept the weights.
         """
-        rejected = await self._update_servers(urls)
+        rejected = await self._update_servers(urls, keep)
         if rejected:
             rejected = await self._update_servers(list(rejected))
         async with open_client(self._timeout_seconds) as client:
@@ -239,8 +252,12 @@ class ServedWeights:
                     await self.dialect.rename_weights(client, url, REJECTED)
         return rejected
 
-    async def _update_servers(self, urls: Sequence[str]) -> dict[str, str]:
+    async def _update_servers(self, urls: Sequence[str], keep: bool = False) -> dict[str, str]:
         """Pauses the servers that respond, loads the current weights, resumes the servers, and verifies the update.
+
+        Args:
+          urls: Servers, and routers whose workers are updated.
+          keep: Whether the first attempt keeps the generations in progress.
 
         Returns:
           The error message of each server that fails the verification, keyed by URL.
@@ -250,12 +267,14 @@ class ServedWeights:
         """
         assert self._sync is not None
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            servers = await self._answering(urls)
+            servers = await self._endpoints.answering(urls)
             # A server whose update is interrupted may be paused or still loading, regardless of the version it reports.
             self.current -= set(servers)
+            keep = keep and attempt == 1
+            self._aborted |= set() if keep else set(servers)
             try:
                 async with open_client(self._timeout_seconds) as client:
-                    await asyncio.gather(*(self.dialect.pause(client, url) for url in servers))
+                    await asyncio.gather(*(self.dialect.pause(client, url, keep) for url in servers))
                     await self._sync.push(client, servers, self.dialect)
                     await asyncio.gather(*(self.dialect.resume(client, url) for url in servers))
                     rejected = await self.check.verify(client, servers, self.name)
@@ -273,27 +292,10 @@ class ServedWeights:
 
     async def _is_current(self, url: str) -> bool:
         """Returns True if the server was verified with the current weights, and still has their name and content."""
-        if url not in self.current or not await self._has_version(url):
+        if url not in self.current or not await self._endpoints.has_version(url, self.name):
             return False
         try:
             async with open_client(self._timeout_seconds) as client:
                 return await self.check.has_weights(client, url, self.name)
         except httpx.HTTPError:
             return False
-
-    async def _has_version(self, url: str) -> bool:
-        """Returns True if the server reports the name of the current weights."""
-        try:
-            return (await self.dialect.model_info(url)).weight_version == self.name
-        except httpx.HTTPError:
-            return False
-
-    async def _wait_for_version(self, url: str) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
-        while not await self._has_version(url):
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"The first process did not push weights {self.name} to {url} within {self._timeout_seconds:g} s; "
-                    "see its log, or raise rollouts.timeout_seconds."
-                )
-            await asyncio.sleep(POLL_INTERVAL_SECONDS)

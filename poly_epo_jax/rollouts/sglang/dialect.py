@@ -95,12 +95,13 @@ class SGLang:
         check_accepted(response, url, request)
         return parse_responses(read_json(response), request, len(indices), stop_ids)
 
-    async def pause(self, client: httpx.AsyncClient, url: str) -> None:
-        """Wakes the server if it sleeps, aborts all generations and pauses it."""
+    async def pause(self, client: httpx.AsyncClient, url: str, keep: bool = False) -> None:
+        """Wakes the server if it sleeps, aborts or keeps all generations, and pauses it. See `Dialect.pause`."""
         if await self._is_asleep(url):  # A previous run may have been killed while the server was asleep.
             _check(await client.post(f"{url}/resume_memory_occupation", json={}), "reallocate its memory")
             await post(client, url, "update_weight_version", {"new_version": EMPTY})
-        await post(client, url, "pause_generation", {"mode": "abort"})
+        # Mode in_place would keep the cache in use, so that it could not be emptied.
+        await post(client, url, "pause_generation", {"mode": "retract" if keep else "abort"})
 
     async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
         """Loads weights with `/update_weights_from_disk`, see `Dialect.load_folder`."""

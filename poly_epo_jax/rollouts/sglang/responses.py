@@ -49,7 +49,8 @@ def _parse(answer: Any, request: Request, stop_ids: Sequence[int]) -> ServerComp
         token_ids, logprobs = _tokens(answer, is_jax)
         finish_reason = _finish_reason(answer, reason, token_ids, request.max_tokens, stop_ids)
         weights = _weights(info, WeightSpan(0, len(token_ids), version))
-        return ServerCompletion(np.array(token_ids, np.int64), np.array(logprobs), finish_reason, weights)
+        ids, cached = np.array(token_ids, np.int64), info.get("cached_tokens")
+        return ServerCompletion(ids, np.array(logprobs), finish_reason, weights, cached)
     except InvalidResponseError as error:
         return error
 

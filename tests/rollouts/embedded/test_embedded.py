@@ -153,10 +153,10 @@ def test_tokens_are_sampled_from_the_softmax(top_p, top_k):
 
 
 def test_new_weights_change_generations_and_weight_version(rollouts, groups):
-    assert {y.weight_version for group in groups for y in group.generations} == {0}
+    assert {version for group in groups for y in group.generations for version in y.weight_versions} == {0}
     asyncio.run(rollouts.push_weights(on_mesh(tiny_params(1), MESH), 7))
     changed = generate(rollouts, PROBLEMS, 4)
-    assert {y.weight_version for group in changed for y in group.generations} == {7}
+    assert {version for group in changed for y in group.generations for version in y.weight_versions} == {7}
     assert all(one != other for one, other in zip(token_ids(changed), token_ids(groups), strict=True))
     trainer, sampler = trainer_logprobs(1, changed, 1.0)
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)

@@ -62,7 +62,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def start(urls: list[str] = URLS, config: ModelConfig = MODEL, **faults: Any) -> Run:
+    def start(urls: list[str] = URLS, config: ModelConfig = MODEL, in_flight: bool = False, **faults: Any) -> Run:
         servers = PolicyServers(config)
         for name, value in faults.items():
             setattr(servers, name, value)
@@ -70,9 +70,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for module in (served_weights, client):
             monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
         reference = WeightReference(abstract_model(config), make_mesh(1, 1, 1), "bfloat16")
-        check = ContentCheck(SGLANG, reference, SEQUENCE, config.vocab_size, STOP_IDS)
+        check = ContentCheck(SGLANG, reference, SEQUENCE, config.vocab_size, STOP_IDS, in_flight=in_flight)
         sync = DiskSync(tmp_path, "a run", config, "bfloat16")
-        weights = ServedWeights(sync, SGLANG, check, PATIENCE, PATIENCE)
+        weights = ServedWeights(sync, SGLANG, check, PATIENCE, PATIENCE, in_flight=in_flight)
         limits = {"vocab_size": config.vocab_size, "max_concurrent": 4, "timeout_seconds": PATIENCE}
         sampler = ServerSampler(urls, weights, STOP_IDS, **limits)
         tokenizer = build_character_tokenizer(TINY_ALPHABET)
@@ -118,14 +118,26 @@ def test_an_error_is_raised_if_no_server_passes(start):
         run.push()
 
 
-def test_a_stale_prefix_cache(start, capsys):
-    run = start(["http://a"], checksums="full")
+def test_servers_that_generate_other_responses_are_verified(start, capsys):
+    """Their number affects rounding, so equal requests have different log-probabilities."""
+    run = start(in_flight=True, noisy=set(URLS))
+    for _ in range(3):
+        assert run.push() == {"bytes_proofs": 2, "trainer_proofs": 2}
+    assert min(run.generate().values()) > 0
+    assert capsys.readouterr().err.count("are verified by") == 1
+    run.servers.misses = {"http://b"}
+    assert run.push()["rejected_updates"] == 2
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_stale_prefix_cache(in_flight: bool, start, capsys):
+    run = start(["http://a"], checksums="full", in_flight=in_flight)
     run.push()
     run.servers.keeps_cache = {"http://a"}
     with pytest.raises(ServerError, match=r"http://a failed .* prefix cache contains keys and values of other weights"):
         run.push()
     run.servers.keeps_cache = set()
-    assert run.push()["change_proofs"] == 1
+    assert run.push()["bytes_proofs" if in_flight else "change_proofs"] == 1
 
 
 def test_a_worker_behind_a_router_that_missed_the_update(start, capsys):

@@ -64,7 +64,7 @@ class Other:
         weights = [WeightSpan(0, 1, "older" if self.num_answers == 2 else self.version), WeightSpan(1, 2, self.version)]
         return ServerCompletion(np.array([token, 1], np.int32), np.full(2, -1, np.float32), reason, weights)
 
-    async def pause(self, client: httpx.AsyncClient, url: str) -> None:
+    async def pause(self, client: httpx.AsyncClient, url: str, keep: bool = False) -> None:
         self.is_paused, self.is_asleep = True, False
 
     async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
@@ -96,7 +96,7 @@ def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
         assert server.version == weights.name
         groups = collect(rollouts, PROBLEMS, 2, Sampling(4))
         assert [len(group.generations) for group in groups] == [2, 2, 2]
-        assert {y.weight_version for group in groups for y in group.generations} == {version}
+        assert {version for group in groups for y in group.generations for version in y.weight_versions} == {version}
         assert {y.text for group in groups for y in group.generations} <= set("abc")
         asyncio.run(rollouts.sleep())
         assert server.is_asleep
@@ -114,12 +114,14 @@ def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
     [
         ([WeightSpan(0, 3, "w")], ""),
         ([WeightSpan(0, 1, "w"), WeightSpan(1, 3, "w")], ""),
-        ([WeightSpan(0, 1, "v"), WeightSpan(1, 3, "w")], "several weight versions, v and w"),
+        ([WeightSpan(0, 1, "w"), WeightSpan(1, 3, "x")], ""),
+        ([WeightSpan(0, 1, "v"), WeightSpan(1, 3, "w")], "with weights v and w instead of w or x"),
         ([WeightSpan(0, 2, "w")], "[0, 2], but it has 3 tokens"),
         ([WeightSpan(1, 3, "w")], "[1, 3], but"),
+        ([WeightSpan(0, 4, "w"), WeightSpan(4, 3, "w")], "[0, 4, 4, 3], but"),
         ([WeightSpan(0, 1, "w"), WeightSpan(2, 3, "w")], "[0, 1, 2, 3], but"),
     ],
 )
-def test_all_tokens_must_have_the_same_weights(weights: list[WeightSpan], flaw: str):
-    found = ServerCompletion(np.zeros(3, np.int32), np.zeros(3, np.float32), "length", weights).weight_flaw()
+def test_each_token_must_have_accepted_weights(weights: list[WeightSpan], flaw: str):
+    found = ServerCompletion(np.zeros(3, np.int32), np.zeros(3, np.float32), "length", weights).weight_flaw(["w", "x"])
     assert flaw in found and bool(flaw) == bool(found)

@@ -114,7 +114,7 @@ def test_a_worker_with_other_weights_is_updated_before_it_generates(tmp_path: Pa
     asyncio.run(rollouts.push_weights(tiny_params(1), 1))
     fake.restart(WORKERS[0])
     groups = collect(rollouts, tiny_problems(8, 8), 4, Sampling(4))
-    assert {y.weight_version for group in groups for y in group.generations} == {1}
+    assert {version for group in groups for y in group.generations for version in y.weight_versions} == {1}
     assert sum(version == "1" for _, version in fake.served) == 8
 
 
@@ -161,7 +161,7 @@ def test_a_worker_that_responds_late_is_updated_before_it_generates(how: str, tm
         await until(lambda: fake.waiting == 16)  # max_concurrent / generations per prompt.
         assert fake.versions[late] == "default"
         silent.clear()
-        assert {y.weight_version for group in await batch for y in group.generations} == {1}
+        assert {version for group in await batch for y in group.generations for version in y.weight_versions} == {1}
 
     asyncio.run(main())
     assert_served(fake, WORKERS, "1", 32)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter, tiny_params, tiny_pro
 
 from poly_epo_jax.records.timeline import BusyTime
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers import served_weights
+from poly_epo_jax.rollouts.servers import endpoints
 from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
@@ -84,7 +85,7 @@ async def generate(rollouts: Rollouts) -> list[Group]:
 
 
 def versions(groups: list[Group]) -> set[int]:
-    return {y.weight_version for group in groups for y in group.generations}
+    return {version for group in groups for y in group.generations for version in y.weight_versions}
 
 
 def test_weights_are_written_during_generations_and_pushed_after_them(tmp_path: Path, monkeypatch, now: list[float]):
@@ -195,10 +196,10 @@ def test_a_push_that_the_end_of_a_batch_interrupted_is_repeated(tmp_path: Path, 
 
 
 def test_one_of_two_processes_with_shared_servers_pushes_the_weights(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(served_weights.secrets, "token_hex", lambda _: "run")  # Both processes use the same name.
-    monkeypatch.setattr(served_weights, "POLL_INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "run")  # Both processes use the same name.
+    monkeypatch.setattr(endpoints, "POLL_INTERVAL_SECONDS", 0.001)
     seconds = [0.0]
-    monkeypatch.setattr(served_weights, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(endpoints, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
 
     async def main() -> None:
         fake = Servers()
