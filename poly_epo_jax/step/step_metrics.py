@@ -1,10 +1,12 @@
 """Computes the metrics of a training step, and a row for each of its generations."""
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, incorrect_clusters
@@ -101,13 +103,19 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
         return {}
     rewards, correct = np.stack([graded.rewards for graded in groups]), np.stack([graded.correct for graded in groups])
     clusters, num_generations = cluster_ids(groups), rewards.shape[1]
-    terms = set_rl.exploration_exploitation_synergy(rewards, clusters, set_size)
+    # A single call with all prompts would compile its operations again for each number of prompts.
+    synergy = [_synergy(*row, set_size=set_size) for row in zip(rewards[:, None], clusters[:, None], strict=True)]
     return {
         "clusters/correct": float(correct_clusters(clusters, correct, num_generations).mean()),
         "clusters/incorrect": float(incorrect_clusters(clusters, correct, num_generations).mean()),
         "clusters/degenerate_fraction": degenerate_share(clusters),
-        "clusters/synergy": float(np.abs(terms.synergy).mean()),
+        "clusters/synergy": float(np.abs(synergy).mean()),
     }
+
+
+@functools.partial(jax.jit, static_argnames="set_size")
+def _synergy(rewards: Float[Array, "1 N"], clusters: Int[Array, "1 N"], *, set_size: int) -> Float[Array, "1 N"]:
+    return set_rl.exploration_exploitation_synergy(rewards, clusters, set_size).synergy
 
 
 def solved_problems(groups: Sequence[GradedGroup], positions: Mapping[str, int]) -> int:

@@ -1,10 +1,11 @@
-"""The detection of loops, compared with a search over all periods."""
+"""Tests of the metrics of a step. The detection of loops is compared with a search over all periods."""
 
+import jax
 import numpy as np
 import pytest
 
 from poly_epo_jax.step.step_metrics import MIN_LOOP_REPETITIONS, MIN_LOOP_TOKENS, ends_in_loop, step_metrics
-from poly_epo_jax.types import Generation, GradedGroup, Group, Problem
+from poly_epo_jax.types import Clustering, Generation, GradedGroup, Group, Problem
 
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 1000, 4096).astype(np.int32)
@@ -34,6 +35,18 @@ def test_only_the_last_turn_without_its_stop_token_can_be_a_loop():
 def _generation(ids: np.ndarray, reply: int) -> Generation:
     mask = np.arange(len(ids)) >= reply
     return Generation(ids, np.zeros(len(ids), np.float32), mask, ("",), "stop", np.zeros(len(ids), np.int32))
+
+
+def test_another_number_of_prompts_does_not_compile_again(caplog: pytest.LogCaptureFixture):
+    """With train.refill, the number of prompts differs between steps."""
+    generations = tuple(_generation(TEXT[:4], 0) for _ in range(4))
+    clustering = Clustering(np.array([0, 1, 1, 2]))
+    group = Group(Problem("p", "", ""), TEXT[:1], generations)
+    graded = GradedGroup(group, np.array([1, 0, 1, 0], np.float32), np.array([1, 0, 1, 0], bool), clustering)
+    one = step_metrics([graded], 1, 2)
+    with jax.log_compiles():
+        assert step_metrics([graded] * 5, 1, 2) == pytest.approx(one)
+    assert [record.message for record in caplog.records if "XLA compilation" in record.message] == []
 
 
 @pytest.mark.parametrize(("period", "tokens"), [(1, 64), (3, 64), (16, 64), (17, 68), (1000, 4000), (500, 2300)])
