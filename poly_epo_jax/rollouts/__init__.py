@@ -17,7 +17,7 @@ from poly_epo_jax.rollouts.servers.dialect import Dialect, ModelInfo
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_reference import WeightReference
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
-from poly_epo_jax.rollouts.sglang.dialect import SGLANG
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG, check_network
 from poly_epo_jax.rollouts.sglang.tensor_sync import TensorSync
 from poly_epo_jax.rollouts.vllm import VLLM
 from poly_epo_jax.types import Registry, Sampler
@@ -67,6 +67,8 @@ def _trained_client(
     dialect: Dialect, model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, sleeps: bool = False
 ) -> ServerSampler:
     section = config.rollouts
+    if dialect is SGLANG:
+        check_network(model.config, max_sequence_tokens(config))
     if section.shared_servers and not hosts.is_first():
         sync = None
     elif section.weight_sync == "disk":
@@ -154,8 +156,13 @@ def open_server(
       config: Configuration. Only section `sampling`, and `name`, `max_concurrent` and the timeouts of section
         `rollouts`, are used. The kind of server is SGLang, unless `rollouts.name` is the name of another kind.
       weight_version: Weight version that the server must report. If None, any version is accepted.
+
+    Raises:
+      ConfigError: If servers of this kind are known to compute another network than that of the policy.
     """
     dialect = SAMPLERS[config.rollouts.name].dialect(config, model.config.vocab_size)
+    if dialect is SGLANG:
+        check_network(model.config, config.sampling.max_tokens)
     weights = AdoptedWeights(dialect, config.rollouts.wait_seconds, weight_version)
     return _client([url], weights, model, stop_ids, config)
 

@@ -195,6 +195,7 @@ class VLLM:
         ranks: dict[str, dict[str, str]] = {}
         for key, checksum in found.items():
             rank, _, name = key.rpartition(":")
+            name = name.replace(".routed_experts.", ".")  # SGLang stores experts without this level.
             ranks.setdefault(rank, {})[name] = field({"checksum": checksum}, "checksum", str)
         return list(ranks.values())
 

@@ -199,14 +199,14 @@ def test_a_failed_update_is_not_repeated(server, route, answer, message, monkeyp
 
 def test_checksums_are_split_by_rank_and_quantized_servers_have_none(server, monkeypatch, tmp_path):
     opened(server, monkeypatch, tmp_path)  # Replaces the HTTP transport.
-    digests = {"dp0:pp0:pcp0:tp0:norm": "ab", "dp0:pp0:pcp0:tp1:norm": "cd"}
+    digests = {"dp0:pp0:pcp0:tp0:norm": "ab", "dp0:pp0:pcp0:tp1:experts.routed_experts.w2_weight": "cd"}
     server.answers["weight_checker"] = [httpx.Response(200, json={"checksums": digests})]
 
     async def checksums() -> list[dict[str, str]] | None:
         async with open_client(1.0) as client:
             return await VLLM().checksums(client, URL, ())
 
-    assert asyncio.run(checksums()) == [{"norm": "ab"}, {"norm": "cd"}]
+    assert asyncio.run(checksums()) == [{"norm": "ab"}, {"experts.w2_weight": "cd"}]
     server.model["quantization"] = "fp8"
     assert asyncio.run(checksums()) is None
 

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 
 from poly_epo_jax.config.checks import is_url
+from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion, check_accepted
 from poly_epo_jax.rollouts.sglang.responses import parse_responses
 from poly_epo_jax.system.http_client import (
@@ -148,6 +150,29 @@ class SGLang:
 
 
 SGLANG = SGLang()
+
+
+def check_network(config: ModelConfig, max_tokens: int) -> None:
+    """Verifies that SGLang computes the network of the policy. Version 0.5.23 has been tested.
+
+    Args:
+      config: Configuration of the policy.
+      max_tokens: Maximum number of tokens of a sequence.
+
+    Raises:
+      ConfigError: If it ignores a window that is shorter than a sequence, or a weight.
+    """
+    window = max(config.windows)
+    if config.family == "mistral" and 0 < window < max_tokens:
+        raise ConfigError(
+            f"SGLang ignores sliding_window={window} of model.path, but sequences may have {max_tokens} tokens; set "
+            "rollouts.name=vllm, or reduce train.max_prompt_tokens or sampling.max_tokens."
+        )
+    if config.family == "gemma3_text" and not config.tie_word_embeddings:
+        raise ConfigError(
+            "SGLang ignores tie_word_embeddings=False of model.path and computes logits with the embedding; set "
+            "rollouts.name=vllm."
+        )
 
 
 async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:

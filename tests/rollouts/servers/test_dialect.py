@@ -1,6 +1,7 @@
 """Tests that `ServerSampler` works with another kind of server through its `Dialect`."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,19 @@ import pytest
 from fake_servers import UNCHECKED
 from fakes import TINY, ByLetter, collect, tiny_params
 
+from poly_epo_jax.config.default import get_config
+from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.model.architectures import ARCHITECTURES
+from poly_epo_jax.model.transformer import abstract_model
+from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ModelInfo, ServerCompletion, WeightSpan
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, WeightSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.system.http_client import InvalidResponseError
 from poly_epo_jax.types import Problem, Request, Sampling
 
@@ -125,3 +133,38 @@ def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
 def test_each_token_must_have_accepted_weights(weights: list[WeightSpan], flaw: str):
     found = ServerCompletion(np.zeros(3, np.int32), np.zeros(3, np.float32), "length", weights).weight_flaw(["w", "x"])
     assert flaw in found and bool(flaw) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("mistral", {"windows": (39,)}, "sliding_window=39 .* 4[08] tokens.* set rollouts.name=vllm"),
+        ("gemma3_text", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ("mistral", {"windows": (48,), "tie_word_embeddings": False}, ""),
+        ("olmo3", {"windows": (9, 0)}, ""),
+        ("gemma3_text", {"windows": (9, 0)}, ""),
+    ],
+)
+def test_networks_that_sglang_does_not_compute_are_rejected(
+    family: str, settings: dict[str, Any], message: str, tmp_path: Path
+):
+    config = get_config()
+    config.rollouts.update({"name": "sglang", "urls": "http://a", "weights_dir": str(tmp_path)})
+    config.train.max_prompt_tokens, config.sampling.max_tokens = 8, 40
+    network = ARCHITECTURES[family].switches | settings
+    model, mesh = abstract_model(dataclasses.replace(TINY, family=family, **network)), make_mesh(1, 1, 1)
+
+    def openings(name: str):
+        config.rollouts.name = name
+        read = read_config(config)
+        yield lambda: SAMPLERS[name].open(model, mesh, (1,), read)
+        yield lambda: open_server("http://a", model, (1,), read)
+
+    for opening in openings("sglang"):
+        if message:
+            with pytest.raises(ConfigError, match=message):
+                opening()
+        else:
+            opening().close()
+    for opening in openings("vllm"):
+        opening().close()
