@@ -293,9 +293,9 @@ def test_an_environment_that_hangs_exceeds_its_deadline(method: str, hang: Any):
 
 
 def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer():
-    task = Faulty("reply", lambda: time.sleep(0.6), times=1)
+    task = Faulty("reply", lambda: time.sleep(0.15), times=1)
     start = time.monotonic()
-    groups = play(task, timeout=0.1)
+    groups = play(task, timeout=0.05)
     assert time.monotonic() - start < 10
     assert any(group.failure is not None and group.failure.kind == "late" for group in groups)
 
