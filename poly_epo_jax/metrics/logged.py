@@ -377,7 +377,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
 
 _COUNTERS = (
     *("grader/", "rollouts/"),
-    *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens"),
+    *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens", "environment/retries"),
 )
 """Prefixes of the metrics that tasks, samplers and judges report themselves."""
 _RESERVED = frozenset(name for name in LOGGED_METRICS if not name.startswith(_COUNTERS))

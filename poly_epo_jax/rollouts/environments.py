@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -95,7 +94,6 @@ class Environments:
                 outcome = dataclasses.replace(outcome, reward=0.0, correct=False)
             return dataclasses.replace(generation, outcome=outcome)
         assert failure is not None
-        print(f"Warning: {failure.reason}. All {MAX_ATTEMPTS} attempts have failed.", file=sys.stderr)
         return failure
 
     @contextlib.asynccontextmanager
@@ -204,9 +202,10 @@ class RunningEpisode:
 
         async def end() -> None:
             # An interrupted `start` may still be running when the episode is discarded. This call follows it.
-            with contextlib.suppress(Exception):
-                if self._episode is not None:
-                    await self._episode.close()
+            if self._episode is not None:
+                await self._episode.close()
 
-        ended = asyncio.wrap_future(self._environments.submit(end))
-        await asyncio.wait([ended], timeout=CLEANUP_SECONDS)
+        ended = self._environments.submit(end)
+        ended.add_done_callback(lambda future: future.cancelled() or future.exception())  # errors have no effect
+        with contextlib.suppress(TimeoutError, Exception):
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(ended)), CLEANUP_SECONDS)

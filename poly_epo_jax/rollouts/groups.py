@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
@@ -149,6 +150,9 @@ class Rollouts:
                 try:
                     for completed in asyncio.as_completed(running):
                         if group := await completed:
+                            if group.failure is not None:
+                                reason = f"{group.failure.reason}. The prompt is left out"
+                                print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
                             yield group
                 finally:
                     for one in running:

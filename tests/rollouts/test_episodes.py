@@ -1,102 +1,16 @@
-"""Tests episodes with state: exact tokens, separate states, limits, failures of environments, and interruptions."""
+"""Tests episodes with state: exact tokens, separate states, limits, and interruptions."""
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import ByLetter, Scripted, collect, until
+from episodes import ALPHABET, PROBLEMS, ByHash, Concurrent, N, Sums, SumTask, graded, play, spoken
+from fakes import ByLetter, Scripted, until
 
-from poly_epo_jax.judges.exact import ExactJudge
-from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
-from poly_epo_jax.rollouts.grading import grade_groups
 from poly_epo_jax.rollouts.groups import Rollouts, generation_seeds
-from poly_epo_jax.types import (
-    Completion,
-    EpisodeFailure,
-    Generation,
-    Group,
-    Interactive,
-    Outcome,
-    Problem,
-    Request,
-    Rewarded,
-    Sampling,
-)
-
-ALPHABET = "abcdxyz?:0123456789"
-PROBLEMS = [Problem(name, f"{name}:", "") for name in "abc"]
-N, MAX_TOKENS = 8, 40
-
-
-class ByHash(Scripted):
-    """Writes a letter that depends on the seed and the prompt, with log-probabilities that depend on both."""
-
-    def __init__(self):
-        super().__init__(lambda request, index: "", ALPHABET)
-
-    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        for place, request in enumerate(requests):
-            for index, seed in enumerate(request.seeds.tolist()):
-                ids, logprobs = spoken(request.prompt_ids, seed)
-                yield Completion(place, index, ids, logprobs, "stop", self.version)
-
-
-class Concurrent(ByHash):
-    """Accepts concurrent calls."""
-
-    accepts_concurrent_calls = True
-
-
-def spoken(prompt_ids: Sequence[int] | np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a letter with the stop token, and their log-probabilities."""
-    rng = np.random.default_rng([seed, len(prompt_ids), int(np.sum(prompt_ids))])
-    return np.array([rng.integers(2, 6), 1], np.int32), -rng.exponential(size=2).astype(np.float32)
-
-
-class Sums:
-    """Replies with the running sum of all letters and the seed, until the sum is divisible by 4 or exceeds 40."""
-
-    def __init__(self, task: "SumTask", seed: int):
-        self.task, self.total, self.turns, self.closed = task, seed % 10, [], 0
-
-    async def reply(self, generation: Generation) -> str | None:
-        await self.task.pause()
-        self.turns.append(generation.turns[-1])
-        assert generation.turns[::2] == tuple(self.turns), "turns of another episode"
-        self.total += ALPHABET.index(generation.turns[-1]) + 1
-        await self.task.pause()
-        return None if self.total % 4 == 0 or self.total > 40 else f"?{self.total}"
-
-    async def close(self) -> Outcome:
-        self.closed += 1
-        await self.task.pause()
-        return Outcome(float(self.total % 4 == 0), self.turns[0] if self.turns else None, metrics={"sum": self.total})
-
-
-class SumTask:
-    """Starts episodes of `Sums`, whose methods take random times up to `delay` seconds."""
-
-    train_problems = held_out_problems = PROBLEMS
-
-    def __init__(self, delay: float = 0.0):
-        self.delay, self.episodes, self._rng = delay, [], np.random.default_rng()
-
-    async def pause(self) -> None:
-        if self.delay:
-            await asyncio.sleep(self._rng.uniform(0, self.delay))
-
-    def start(self, problem: Problem, seed: int) -> Any:
-        self.episodes.append(Sums(self, seed))
-        return self.episodes[-1]
-
-
-def play(task: Any, sampler: Scripted | None = None, **settings: Any) -> list[Group]:
-    sampler = sampler or ByHash()
-    rollouts = Rollouts(sampler, sampler.tokenizer, task, 8, turn_timeout_seconds=settings.pop("timeout", 60.0))
-    return collect(rollouts, PROBLEMS, N, Sampling(**{"max_tokens": MAX_TOKENS} | settings))
+from poly_epo_jax.types import Interactive, Outcome, Problem, Request, Rewarded, Sampling
 
 
 def replayed(problem: Problem, seed: int) -> tuple[list[int], list[float], list[bool], float]:
@@ -162,14 +76,6 @@ def test_generations_do_not_wait_for_turns_of_other_problems():
     assert asyncio.run(main())[2] == "c"
 
 
-def graded(groups: Sequence[Group], task: Any) -> list[Any]:
-    async def stream():
-        for group in groups:
-            yield group
-
-    return asyncio.run(grade_groups(stream(), PROBLEMS, task, ExactJudge(task)))
-
-
 def test_rewards_and_strategies_are_those_of_the_outcomes():
     task = SumTask()
     assert isinstance(task, Interactive) and not isinstance(task, Rewarded)
@@ -208,127 +114,6 @@ def test_unfinished_episodes_have_reward_0_and_are_trained_on(limit: dict[str, i
             assert len(y.turns) % 2 and y.outcome is not None and y.outcome.strategy == "s"
             assert len(y.turns) <= 3 and len(y.token_ids) <= 9
     assert reasons == {"stop", "length"}
-
-
-class Faulty(SumTask):
-    """Calls `fault` in a method of the episodes of problem b, in the first `times` episodes of each seed."""
-
-    def __init__(self, method: str, fault: Callable[[], Any], times: int = 100):
-        super().__init__()
-        self.method, self.fault, self.times = method, fault, times
-        self.starts: dict[int, int] = {}
-
-    def start(self, problem: Problem, seed: int) -> Any:
-        self.starts[seed] = self.starts.get(seed, 0) + 1
-        task, is_due = self, problem.id == "b" and self.starts[seed] <= self.times
-
-        class Episode(Sums):
-            async def reply(self, generation: Generation) -> str | None:
-                if is_due and task.method == "reply":
-                    return await fault(task)
-                return await super().reply(generation)
-
-            async def close(self) -> Outcome:
-                outcome = await super().close()
-                if is_due and task.method == "close":
-                    return await fault(task)
-                return outcome
-
-        if is_due and self.method == "start":
-            self.fault()
-        self.episodes.append(Episode(self, seed))
-        return self.episodes[-1]
-
-
-async def fault(task: Faulty) -> Any:
-    returned = task.fault()
-    return await returned if asyncio.iscoroutine(returned) else returned
-
-
-def raises(error: BaseException) -> Callable[[], None]:
-    def fault() -> None:
-        raise error
-
-    return fault
-
-
-async def answer_late() -> str:
-    try:
-        await asyncio.sleep(60)
-    except asyncio.CancelledError:
-        return "?1"  # An answer after the deadline.
-    return ""
-
-
-FAULTS = [
-    (raises(EpisodeFailure("the game server is gone")), "failed", "the game server is gone"),
-    (raises(KeyError("x")), "raised", "KeyError: 'x'"),
-    (raises(TimeoutError("of a client")), "raised", "TimeoutError: of a client"),
-    (raises(SystemExit(1)), "raised", "SystemExit"),
-    (raises(asyncio.CancelledError()), "raised", "CancelledError"),
-]
-
-
-@pytest.mark.parametrize("method", ["start", "reply", "close"])
-@pytest.mark.parametrize(("fault", "kind", "reason"), FAULTS)
-def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fault: Any, kind: str, reason: str):
-    task = Faulty(method, fault)
-    a, b, c = play(task)
-    assert b.generations == () and b.failure is not None and b.failure.kind == kind
-    assert f"Faulty: {method} of problem b" in b.failure.reason and reason in b.failure.reason
-    assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
-        y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
-    ]
-    assert sorted(task.starts.values()) == [1] * 2 * N + [MAX_ATTEMPTS] * N
-    assert {episode.closed for episode in task.episodes} == {1}
-    assert [len(one.rewards) for one in graded([a, b, c], task)] == [N, 0, N]
-
-
-@pytest.mark.parametrize(("method", "hang"), [("reply", answer_late), ("close", answer_late)])
-def test_an_environment_that_hangs_exceeds_its_deadline(method: str, hang: Any):
-    task = Faulty(method, hang)
-    _, b, _ = play(task, timeout=0.2)
-    assert b.failure is not None and b.failure.kind == "late"
-    assert "rollouts.turn_timeout_seconds=0.2" in b.failure.reason
-
-
-def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer():
-    task = Faulty("reply", lambda: time.sleep(0.6), times=1)
-    start = time.monotonic()
-    groups = play(task, timeout=0.1)
-    assert time.monotonic() - start < 10
-    assert any(group.failure is not None and group.failure.kind == "late" for group in groups)
-
-
-@pytest.mark.parametrize("method", ["start", "reply", "close"])
-def test_a_repeated_episode_has_the_same_bytes(method: str):
-    task = Faulty(method, raises(EpisodeFailure("once")), times=1)
-    sampler = ByHash()
-    rollouts = Rollouts(sampler, sampler.tokenizer, task, 8)
-    groups = collect(rollouts, PROBLEMS, N, Sampling(MAX_TOKENS))
-    for group, expected in zip(groups, play(SumTask()), strict=True):
-        for y, other in zip(group.generations, expected.generations, strict=True):
-            assert y.token_ids.tobytes() == other.token_ids.tobytes() and y.outcome == other.outcome
-    assert rollouts.environments is not None
-    assert rollouts.environments.metrics() == {"environment/retries": N}
-    assert rollouts.environments.metrics() == {"environment/retries": 0}
-
-
-@pytest.mark.parametrize(
-    ("outcome", "text"),
-    [
-        (Outcome(2.0), r"its reward is 2\.0"),
-        (Outcome(float("nan")), "its reward is nan"),
-        (Outcome("1"), "its reward is '1'"),  # pyright: ignore[reportArgumentType]
-        (Outcome(1.0, []), "its strategy"),  # pyright: ignore[reportArgumentType]
-        (Outcome(1.0, correct=1), "its correct"),  # pyright: ignore[reportArgumentType]
-        (Outcome(1.0, metrics={"x": float("inf")}), "its metric 'x'"),
-        (1.0, "it is 1.0"),
-    ],
-)
-def test_an_invalid_outcome_ends_the_run_with_one_sentence(outcome: Any, text: str):
-    with pytest.raises(ValueError, match=rf"Episode\.close returned an invalid outcome for problem b: {text}"):
-        play(Faulty("close", lambda: outcome))
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "sampler fails"])

@@ -1,0 +1,135 @@
+"""Tests environments that raise, hang, or return invalid values: counted, never rewarded, and closed once."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from episodes import MAX_TOKENS, PROBLEMS, ByHash, N, Sums, SumTask, graded, play
+from fakes import collect
+
+from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
+from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
+
+
+class Faulty(SumTask):
+    """Calls `fault` in a method of the episodes of problem b, in the first `times` episodes of each seed."""
+
+    def __init__(self, method: str, fault: Callable[[], Any], times: int = 100):
+        super().__init__()
+        self.method, self.fault, self.times = method, fault, times
+        self.starts: dict[int, int] = {}
+
+    def start(self, problem: Problem, seed: int) -> Any:
+        self.starts[seed] = self.starts.get(seed, 0) + 1
+        task, is_due = self, problem.id == "b" and self.starts[seed] <= self.times
+
+        class Episode(Sums):
+            async def reply(self, generation: Generation) -> str | None:
+                if is_due and task.method == "reply":
+                    return await fault(task)
+                return await super().reply(generation)
+
+            async def close(self) -> Outcome:
+                outcome = await super().close()
+                if is_due and task.method == "close":
+                    return await fault(task)
+                return outcome
+
+        if is_due and self.method == "start":
+            self.fault()
+        self.episodes.append(Episode(self, seed))
+        return self.episodes[-1]
+
+
+async def fault(task: Faulty) -> Any:
+    returned = task.fault()
+    return await returned if asyncio.iscoroutine(returned) else returned
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def fault() -> None:
+        raise error
+
+    return fault
+
+
+async def answer_late() -> str:
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        return "?1"  # An answer after the deadline.
+    return ""
+
+
+FAULTS = [
+    (raises(EpisodeFailure("the game server is gone")), "failed", "the game server is gone"),
+    (raises(KeyError("x")), "raised", "KeyError: 'x'"),
+    (raises(TimeoutError("of a client")), "raised", "TimeoutError: of a client"),
+    (raises(SystemExit(1)), "raised", "SystemExit"),
+    (raises(asyncio.CancelledError()), "raised", "CancelledError"),
+]
+
+
+@pytest.mark.parametrize("method", ["start", "reply", "close"])
+@pytest.mark.parametrize(("fault", "kind", "reason"), FAULTS)
+def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fault: Any, kind: str, reason: str):
+    task = Faulty(method, fault)
+    a, b, c = play(task)
+    assert b.generations == () and b.failure is not None and b.failure.kind == kind
+    assert f"Faulty: {method} of problem b" in b.failure.reason and reason in b.failure.reason
+    assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
+        y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
+    ]
+    assert sorted(task.starts.values()) == [1] * 2 * N + [MAX_ATTEMPTS] * N
+    assert {episode.closed for episode in task.episodes} == {1}
+    assert [len(one.rewards) for one in graded([a, b, c], task)] == [N, 0, N]
+
+
+@pytest.mark.parametrize(("method", "hang"), [("reply", answer_late), ("close", answer_late)])
+def test_an_environment_that_hangs_exceeds_its_deadline(method: str, hang: Any):
+    task = Faulty(method, hang)
+    _, b, _ = play(task, timeout=0.2)
+    assert b.failure is not None and b.failure.kind == "late"
+    assert "rollouts.turn_timeout_seconds=0.2" in b.failure.reason
+
+
+def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer():
+    task = Faulty("reply", lambda: time.sleep(0.15), times=1)
+    start = time.monotonic()
+    groups = play(task, timeout=0.05)
+    assert time.monotonic() - start < 10
+    assert any(group.failure is not None and group.failure.kind == "late" for group in groups)
+
+
+@pytest.mark.parametrize("method", ["start", "reply", "close"])
+def test_a_repeated_episode_has_the_same_bytes(method: str):
+    task = Faulty(method, raises(EpisodeFailure("once")), times=1)
+    sampler = ByHash()
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, 8)
+    groups = collect(rollouts, PROBLEMS, N, Sampling(MAX_TOKENS))
+    for group, expected in zip(groups, play(SumTask()), strict=True):
+        for y, other in zip(group.generations, expected.generations, strict=True):
+            assert y.token_ids.tobytes() == other.token_ids.tobytes() and y.outcome == other.outcome
+    assert rollouts.environments is not None
+    assert rollouts.environments.metrics() == {"environment/retries": N}
+    assert rollouts.environments.metrics() == {"environment/retries": 0}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [
+        (Outcome(2.0), r"its reward is 2\.0"),
+        (Outcome(float("nan")), "its reward is nan"),
+        (Outcome("1"), "its reward is '1'"),  # pyright: ignore[reportArgumentType]
+        (Outcome(1.0, []), "its strategy"),  # pyright: ignore[reportArgumentType]
+        (Outcome(1.0, correct=1), "its correct"),  # pyright: ignore[reportArgumentType]
+        (Outcome(1.0, metrics={"x": float("inf")}), "its metric 'x'"),
+        (1.0, "it is 1.0"),
+    ],
+)
+def test_an_invalid_outcome_ends_the_run_with_one_sentence(outcome: Any, text: str):
+    with pytest.raises(ValueError, match=rf"Episode\.close returned an invalid outcome for problem b: {text}"):
+        play(Faulty("close", lambda: outcome))
