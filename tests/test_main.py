@@ -203,10 +203,12 @@ def saved_run(folder: Path, **changes: Any) -> None:
 
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, error_message):
     mutable = {"train.num_steps": 7, "train.rows_per_device": 2, "mesh.data": 2, "model.path": "/moved"}
-    saved_run(tmp_path / "run", seed=3, **{"optimizer.schedule": "constant"}, **mutable)
+    immutable = {"optimizer.schedule": "constant", "rollouts.in_flight": True}
+    saved_run(tmp_path / "run", seed=3, **immutable, **mutable)
     changed = "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3"
     text = error_message(FILE, "--config.optimizer.schedule=constant", *changed)
-    assert "contains a run with different values of optimizer.learning_rate, seed; " in text
+    in_flight = "rollouts.in_flight (the staleness of responses depends on it)"
+    assert f"contains a run with different values of optimizer.learning_rate, {in_flight}, seed; " in text
     assert str(tmp_path / "run") in text
 
 

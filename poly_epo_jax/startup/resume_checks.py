@@ -222,7 +222,7 @@ def problems_digest(problems: Sequence[Problem]) -> str:
 
 def _immutable_keys(config: Config) -> dict[str, str]:
     """Returns the keys of MUTABLE_KEYS that this run must not change, with the reason."""
-    immutable = {}
+    immutable = {"rollouts.in_flight": "the staleness of responses depends on it"}
     if decays(config.optimizer):
         immutable["train.num_steps"] = f"optimizer.schedule={config.optimizer.schedule} depends on it"
     if config.algo.kl_coef:

@@ -18,7 +18,6 @@ from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS, model_info, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.dialect import Dialect, ModelInfo
 from poly_epo_jax.rollouts.vllm import VLLM, parse_response
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -108,12 +107,9 @@ def server() -> Server:
 
 
 def opened(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path | None, temperature: float = 1.0) -> Rollouts:
-    rollouts = open_rollouts(server.handle, monkeypatch, [URL], folder)
-    assert isinstance(rollouts.sampler, ServerSampler)
     dialect = VLLM(TINY.vocab_size, 64, temperature)
     assert isinstance(dialect, Dialect)
-    rollouts.sampler._weights.dialect = dialect
-    return rollouts
+    return open_rollouts(server.handle, monkeypatch, [URL], folder, dialect=dialect)
 
 
 def test_each_seed_is_a_request_and_an_update_has_a_fixed_order(server, monkeypatch, tmp_path):

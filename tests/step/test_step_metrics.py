@@ -72,3 +72,15 @@ def test_all_periods_are_searched():
         found.append(ends_in_loop(tokens))
         assert found[-1] == has_periodic_end(tokens.tolist())
     assert 60 < sum(found) < 240
+
+
+def test_staleness_is_the_age_of_the_weights_of_each_generated_token():
+    ids, none = np.zeros(4, np.int32), np.zeros(2, bool)
+    generations = [
+        Generation(ids, np.zeros(4, np.float32), np.array(mask, bool), ("",), "length", np.array(versions))
+        for mask, versions in (([1, 1, 0, 1], [1, 2, 0, 3]), ([1, 1, 1, 1], [3, 3, 4, 4]))
+    ]
+    graded = GradedGroup(Group(Problem("p", "", ""), ids, tuple(generations)), np.zeros(2, np.float32), none, None)
+    metrics = step_metrics([graded], 5, 2)
+    assert metrics["response/staleness"] == pytest.approx((3 + 2 + 1 + 1 + 1 + 0 + 0) / 7)
+    assert metrics["response/max_staleness"] == 3

@@ -14,6 +14,7 @@ from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.content_check import ContentCheck
+from poly_epo_jax.rollouts.servers.dialect import Dialect
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -59,6 +60,7 @@ def open_rollouts(
     wait_seconds: float = PATIENCE,
     weight_version: str | None = None,
     in_flight: bool = False,
+    dialect: Dialect = SGLANG,
 ) -> Rollouts:
     """Returns rollouts whose HTTP requests are handled by `handle`.
 
@@ -70,14 +72,15 @@ def open_rollouts(
       wait_seconds: Timeout in seconds for a server that does not respond.
       weight_version: Name of the weights that servers without a folder must have. If None, any weights.
       in_flight: Whether updates keep the generations in progress.
+      dialect: API of the servers.
     """
     monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(handle))
     for module in (served_weights, client):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    weights = AdoptedWeights(SGLANG, wait_seconds, weight_version)
+    weights = AdoptedWeights(dialect, wait_seconds, weight_version)
     if folder is not None:
         sync = DiskSync(folder, "a run", TINY, "float32")
-        weights = served_weights.ServedWeights(sync, SGLANG, UNCHECKED, PATIENCE, wait_seconds, in_flight=in_flight)
+        weights = served_weights.ServedWeights(sync, dialect, UNCHECKED, PATIENCE, wait_seconds, in_flight=in_flight)
     limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": PATIENCE}
     sampler = ServerSampler(urls, weights, (1, 14), **limits)
     return Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)

@@ -12,7 +12,7 @@ Up to three checks are active for a server (`evidence.py`):
 The probe is a prompt followed by generated tokens, because servers compute log-probabilities of prompt tokens without
 the prefix cache. It is requested twice: first for one token like every other prompt, and then with a new cache salt,
 which excludes cached blocks. The most likely tokens are generated, so that the answer does not depend on a seed. The
-first request must read no tokens from the prefix cache, which an update empties.
+first request must not read the probe from the prefix cache, which an update empties.
 
 With `rollouts.in_flight`, servers answer the probe while they generate other responses, whose number affects rounding.
 The second check is then not active.
@@ -53,6 +53,8 @@ MAX_PROBE_ID = 8192
 """Maximum token id in the probe's prompt. Low ids are common tokens in byte-pair vocabularies."""
 MAX_DIFFERENCE = {"float32": 0.05, "float16": 0.2, "bfloat16": 0.5}
 """Maximum mean difference between the log-probabilities of server and trainer, in nats, by dtype of the matmuls."""
+MAX_SHARED_TOKENS = 8
+"""Maximum number of tokens that the probe may share with the beginning of other prompts, which may be cached."""
 PROOFS = ("bytes_proofs", "change_proofs", "trainer_proofs")
 
 
@@ -161,7 +163,7 @@ class ContentCheck:
             cached = await self._ask(client, url, max_tokens=1)
             answer = await self._ask(client, url, self._new_salt(name))
             is_repeatable = not self._in_flight and is_same(cached, first_token(answer))
-            is_stale = bool(cached.cached_tokens)
+            is_stale = isinstance(cached.cached_tokens, int) and cached.cached_tokens > MAX_SHARED_TOKENS
             if not (self._in_flight or is_repeatable or is_stale):
                 is_stale = is_same(answer, await self._ask(client, url, self._new_salt(name)))
             if is_stale:

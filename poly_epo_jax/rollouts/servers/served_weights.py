@@ -108,14 +108,13 @@ class ServedWeights:
         """Makes new weights the current ones, and pushes them to all servers that respond.
 
         Until `idle` returns, servers generate with the previous weights, which are also pushed to servers that restart.
-        If `in_flight` is True, `idle` is not called.
 
         Args:
           urls: Servers and routers. All listed servers and at least one worker of each router must respond. Workers
             that do not respond are updated later, before they are given prompts.
           params: All weights of the policy.
           version: Number of training steps that produced the weights.
-          idle: Function that waits until no generation is in progress.
+          idle: Function that waits until no generation is in progress. Not called if `in_flight` is True.
 
         Raises:
           ServerError: If a server does not respond or does not accept the weights, or if all servers fail the
