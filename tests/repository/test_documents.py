@@ -78,6 +78,7 @@ RULES = (
     Rule("JUDGE_URL=https://generativelanguage", elsewhere="manual: requires 4 x H200 and a key of Gemini"),
     Rule("bash launch/torch.sh", elsewhere="launch/test.sh; downloads torch"),
     Rule("bash launch/reasoning_gym.sh", elsewhere="launch/test.sh; downloads reasoning-gym"),
+    Rule("bash launch/textarena.sh", elsewhere="launch/test.sh; downloads TextArena"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh, for cpu; downloads SGLang"),
@@ -198,6 +199,7 @@ RULES = (
     Rule("python -m poly_epo_jax.report", says="/report.html"),
     Rule("python -m poly_epo_jax.study studies/countdown", elsewhere="60, 40 and 60 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
+    Rule("python -m poly_epo_jax.study studies/guess_number.py", elsewhere="6 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/judge_errors.py", elsewhere="35 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/baselines.py", elsewhere="70 runs; see the other studies"),
     Rule(
