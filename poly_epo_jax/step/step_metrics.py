@@ -36,7 +36,7 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
     rollouts = {
         "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
-        "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
+        "response/length": mean_length(groups),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
         "response/looped": float(np.mean([ends_in_loop(_last_turn(generation)) for generation in generations])),
         # Number of steps by which the sampling weights were older than the policy that is trained.
@@ -45,6 +45,11 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
     }
     failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
     return rollouts | failed | cluster_metrics(clustered(groups), set_size)
+
+
+def mean_length(groups: Sequence[GradedGroup]) -> float:
+    """Returns the mean number of generated tokens of the responses of at least one group."""
+    return float(np.mean([generation.loss_mask.sum() for graded in groups for generation in graded.group.generations]))
 
 
 def ends_in_loop(token_ids: Int[np.ndarray, " T"]) -> bool:

@@ -173,11 +173,15 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"sampling.top_k": 20}, ["sampling.top_p=1.0 and sampling.top_k=20 would bias the gradient"]),
         ({"algo.importance_cap": -1.0}, ["algo.importance_cap=-1.0", "be 0, or lie between 0.001"]),
         ({"algo.max_mismatch_ratio": 0.9}, ["algo.max_mismatch_ratio=0.9", "be 0, or lie between 1.001"]),
-        ({"train.staleness": 2}, ["train.staleness=2", "between 0 and 1"]),
+        ({"train.staleness": -1}, ["train.staleness=-1", "between 0 and 64"]),
         ({"train.staleness": 1}, ["rollouts.name='embedded'", "set train.staleness=0, or rollouts.name=sglang"]),
         (
             {"train.staleness": 1, "rollouts.name": "sglang", "rollouts.urls": "http://localhost:1"},
             ["algo.importance_cap=0.0", "train.staleness=1", "set it, for example to 2"],
+        ),
+        (
+            {"train.staleness": 2, "algo.importance_cap": 2.0, "rollouts.name": "vllm", "rollouts.urls": "http://a:1"},
+            ["train.staleness=2", "rollouts.in_flight=True", "set train.staleness=1"],
         ),
         (
             {"algo.objective": "mean_reward", "train.num_generations": 32, "algo.set_size": 16},
