@@ -98,7 +98,7 @@ def queue_batches(
 
 
 def ages(batch: Batch, step: int) -> list[int]:
-    return [step - 1 - y.weight_version for graded in batch.trained[0] for y in graded.group.generations]
+    return [step - 1 - y.weight_version for graded in batch.usable for y in graded.group.generations]
 
 
 def key(group: Group) -> tuple[str, int, tuple[str, ...]]:
@@ -108,26 +108,22 @@ def key(group: Group) -> tuple[str, int, tuple[str, ...]]:
 @pytest.mark.parametrize("changes", [{}, REFILL, REFILL | {"train.max_draws": 6}], ids=["plain", "refill", "few draws"])
 @pytest.mark.parametrize("staleness", [1, 2, 3, 7])
 def test_no_group_is_too_old_or_lost_or_trained_on_twice(staleness: int, changes: dict[str, Any]):
-    for seed in range(3):
-        sampler, num_steps = Delayed(seed), 30
-        found = queue_batches(staleness, num_steps, sampler, Fickle(), **changes)
-        order, position = tiny_experience(tiny_config(), problems=TWENTY).problems, 0
-        if not changes:  # the content of the batches is that of a run whose groups are generated in order
-            assert [len(batch.graded) for batch in found] == [5] * num_steps
-        for step, batch in enumerate(found, start=1):
-            # All problems are used in data order, each once, and those of a batch differ in `occurrence`.
-            assert [one.group.problem for one in batch.graded] == order.draw(position, len(batch.graded))
-            names = [(one.group.problem.id, one.group.problem.occurrence) for one in batch.graded]
-            assert len(set(names)) == len(names)
-            position += len(batch.graded)
-            assert batch.position == position and batch.ahead >= 5 * min(staleness, num_steps - step)
-            assert max(ages(batch, step), default=0) <= staleness
-            assert batch.counts["response/max_staleness"] <= staleness and batch.counts["data/too_old"] == 0
-        assert max(max(ages(batch, step), default=0) for step, batch in enumerate(found, start=1)) == staleness
-        # Each group has its own seeds, also of problems that are drawn repeatedly. No drawn group is lost.
-        assert len(set(sampler.keys)) == len(sampler.keys) == position + found[-1].ahead
-        received = sum(batch.counts["data/drawn"] for batch in found)
-        assert received == position + found[-1].ahead and sum(b.counts["data/discarded"] for b in found) == 0
+    num_steps, sampler = 16, Delayed(staleness)
+    found = queue_batches(staleness, num_steps, sampler, Fickle(), **changes)
+    order, position = tiny_experience(tiny_config(), problems=TWENTY).problems, 0
+    for step, batch in enumerate(found, start=1):
+        # All problems are used in data order, each once, and those of a batch differ in `occurrence`.
+        assert [one.group.problem for one in batch.graded] == order.draw(position, len(batch.graded))
+        names = [(one.group.problem.id, one.group.problem.occurrence) for one in batch.graded]
+        assert len(set(names)) == len(names) >= 5
+        position += len(batch.graded)
+        assert batch.position == position and batch.ahead >= 5 * min(staleness, num_steps - step)
+        assert batch.counts["data/discarded"] == batch.counts["data/too_old"] == 0
+        assert max(ages(batch, step)) == batch.counts["response/max_staleness"] <= staleness
+    assert max(batch.counts["response/max_staleness"] for batch in found) == staleness
+    # Each group has its own seeds, also of problems that are drawn repeatedly. No drawn group is lost.
+    assert len(set(sampler.keys)) == len(sampler.keys) == position + found[-1].ahead
+    assert sum(batch.counts["data/drawn"] for batch in found) == position + found[-1].ahead
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -136,7 +132,7 @@ def test_delays_have_no_effect_on_batches(staleness: int, changes: dict[str, Any
     expected, *others = (
         [
             ([key(one.group) for one in batch.graded], batch.advantages.tolist(), batch.is_trained.tolist())
-            for batch in queue_batches(staleness, 20, sampler, **changes)
+            for batch in queue_batches(staleness, 12, sampler, **changes)
         ]
         for sampler in (RandomLetters(), Delayed(1), Delayed(2))
     )
@@ -161,17 +157,17 @@ class Thirds(Delayed):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_refilled_batches_train_on_the_same_problems_at_any_staleness(staleness: int):
     """A group after the last trained group stays in the queue: it is neither discarded nor drawn again."""
-    found = queue_batches(staleness, 24, Thirds(), **REFILL)
+    found = queue_batches(staleness, 24, Thirds(), **REFILL | {"train.max_draws": 60})
     order, position = tiny_experience(tiny_config(), problems=TWENTY).problems, 0
     for step, batch in enumerate(found, start=1):
-        problems = order.draw(position, 20)
+        problems = order.draw(position, 60)
         with_signal = [place for place, problem in enumerate(problems) if int(problem.id) % 3 == 0][:5]
         assert [one.group.problem for one in batch.trained[0]] == [problems[place] for place in with_signal]
         assert batch.position == position + with_signal[-1] + 1
         assert batch.counts["data/without_signal"] == batch.position - position - 5
         position = batch.position
         assert max(ages(batch, step)) <= staleness
-    assert position == 339
+    assert position == 343
     drawn, discarded = (sum(batch.counts[f"data/{name}"] for batch in found) for name in ("drawn", "discarded"))
     assert drawn == position + discarded + found[-1].ahead
     assert (discarded, found[-1].ahead) == {0: (1, 1), 1: (0, 1), 3: (0, 1)}[staleness]
@@ -204,7 +200,8 @@ class Processes:
         self.index = contextvars.ContextVar[int]("index")
         self.exchanges: list[list[asyncio.Future[Any]]] = []
         self.num_calls = [0, 0]
-        for name, function in {"count": lambda: 2, "index": self.index.get, "gather": self.gather}.items():
+        parts = {"count": lambda: 2, "index": self.index.get, "gather": self.gather, "barrier": self.barrier}
+        for name, function in parts.items():
             monkeypatch.setattr(hosts, name, function)
 
     async def gather(self, work: Awaitable[Any]) -> list[Any]:
@@ -214,6 +211,9 @@ class Processes:
             self.exchanges.append([loop.create_future() for _ in range(2)])
         self.exchanges[call][index].set_result(await work)
         return await asyncio.gather(*self.exchanges[call])
+
+    async def barrier(self, work: Awaitable[Any]) -> Any:
+        return (await self.gather(work))[self.index.get()]
 
     async def run(self, *experiences: Experience) -> list[list[Batch]]:
         async def one(index: int, experience: Experience) -> list[Batch]:
@@ -226,8 +226,8 @@ class Processes:
 @pytest.mark.parametrize("changes", [{}, REFILL], ids=["plain", "refill"])
 def test_processes_agree(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]):
     """The groups of two processes complete in different orders and at different times."""
-    single = queue_batches(3, 20, **changes)
-    experiences = [queue_experience(3, 20, Delayed(seed), **changes) for seed in (1, 2)]
+    single = queue_batches(3, 10, **changes)
+    experiences = [queue_experience(3, 10, Delayed(seed), **changes) for seed in (1, 2)]
     for found in asyncio.run(Processes(monkeypatch).run(*experiences)):
         for batch, expected in zip(found, single, strict=True):
             assert [key(one.group) for one in batch.graded] == [key(one.group) for one in expected.graded]
