@@ -1,18 +1,18 @@
 """Generates, grades and judges the batch of each training step.
 
-A batch is generated in rounds. The first round has as many prompts as a batch. With `train.refill`, further rounds
-follow until enough prompts have an advantage other than 0.
+Prompts are drawn in rounds (`rollouts.rounds`), and wait in a queue until a batch takes their groups in data order. A
+batch draws a round if the queue has too few prompts. With `train.refill`, it draws further rounds until enough prompts
+have an advantage other than 0.
 
-With `train.staleness=0`, a batch is generated when training requests it. With `train.staleness=1`, the first round of
-the next batch is generated while the current batch is trained on. In a multi-process run, each process generates the
-groups of its share of the prompts of a round. The processes then exchange the groups, so that every process holds the
-full batch.
+With `train.staleness=k`, rounds are also started when a batch is complete, until the queue has k times
+`train.prompts_per_batch` prompts, which are generated while the policy is trained. Each batch takes at least
+`train.prompts_per_batch` of them in data order, so the weights of a group are at most k steps old, and no group is
+discarded because it takes long. The content of a batch does not depend on the time that any group takes.
 """
 
-import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -26,21 +26,21 @@ from poly_epo_jax.rollouts.grading import (
     check_failed_fraction,
     complete_groups,
     environment_failures,
-    grade_groups,
     usable_groups,
 )
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import ProblemOrder
-from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.rollouts.rounds import Rounds
 from poly_epo_jax.step.advantages import AdvantageFunction, batch_features, has_signal
+from poly_epo_jax.step.step_metrics import mean_length
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import (
     GradedGroup,
-    HasMetrics,
     Interactive,
     Judge,
     JudgeLoad,
     Metrics,
+    Problem,
     Sampling,
     ServerBacked,
     Task,
@@ -52,15 +52,19 @@ class Batch:
     """The graded groups of one training step.
 
     Attributes:
-      graded: Graded groups of the drawn prompts, in data order, without those whose environment failed. With
-        `train.refill`, they end with the last group that is trained on. Later groups are discarded, and their problems
-        are drawn again.
-      usable: Groups that may take part in the update, see `rollouts.grading.usable_groups`.
+      graded: Graded groups, in data order, without those whose environment failed. With `train.refill`, they end with
+        the last group that is trained on. Later groups remain in the queue. With `train.staleness=0`, they are
+        discarded, and their problems are drawn again.
+      usable: Groups that may take part in the update, see `rollouts.grading.usable_groups`. Groups that are older than
+        `train.staleness` are left out.
       advantages: Advantages [P, N] of the P usable groups.
       is_trained: Which usable groups [P] take part in the update: all, or those with signal with `train.refill`.
       counts: Counters of task, judge and sampler since the previous batch, summed over all processes, and the numbers
         of drawn prompts.
-      position: Number of problems that this step and all previous steps have drawn, without discarded groups.
+      position: Number of problems that this step and all previous steps have drawn, without groups that are discarded
+        or in the queue.
+      ahead: Number of prompts in the queue, in progress or complete. A run that is resumed after this step discards
+        them, and draws their problems again.
     """
 
     graded: list[GradedGroup]
@@ -69,6 +73,7 @@ class Batch:
     is_trained: Bool[np.ndarray, " P"]
     counts: Metrics
     position: int
+    ahead: int
 
     @property
     def trained(self) -> tuple[list[GradedGroup], Float[np.ndarray, "P N"]]:
@@ -77,8 +82,19 @@ class Batch:
         return groups, self.advantages[self.is_trained]
 
 
-_Round = tuple[list[GradedGroup], Metrics]
-"""Graded groups of a round in data order, and the counters of task, judge and sampler since the previous round."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Complete:
+    """A complete group that no batch has taken yet.
+
+    Attributes:
+      graded: The group.
+      usable: The group as it takes part in the update, or None if a failure of the environment or judge excludes it.
+      advantages: Advantages [N]. 0 if the group is not usable.
+    """
+
+    graded: GradedGroup
+    usable: GradedGroup | None
+    advantages: Float[np.ndarray, " N"]
 
 
 @dataclasses.dataclass
@@ -99,6 +115,7 @@ class Experience:
       max_failed_fraction: Maximum fraction of drawn prompts on which the environment may fail.
       judge_load: Size of the largest judge request. If None, it is not compared with the judge's limits.
       stop: Interrupts waiting for the judge or for a batch when a shutdown is requested.
+      num_lost: Number of prompts that an interrupted run had drawn ahead. The next batch counts them as discarded.
     """
 
     rollouts: Rollouts
@@ -114,7 +131,12 @@ class Experience:
     max_failed_fraction: float = 0.25
     judge_load: JudgeLoad | None = None
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
-    _started: asyncio.Task[_Round] | None = None
+    num_lost: int = 0
+
+    def __post_init__(self) -> None:
+        own = (self.rollouts, self.task, self.judge, self.sampling, self.train.num_generations)
+        self._rounds = Rounds(*own, self.timeline, self.stop)
+        self._complete: list[_Complete] = []
 
     async def wait_until_ready(self) -> None:
         """Waits until the judge's server responds, and warns if the largest request exceeds the judge's limits."""
@@ -140,126 +162,135 @@ class Experience:
           EpisodeError: If the environment failed on more than `max_failed_fraction` of the drawn prompts.
           Stopped: If a shutdown was requested.
         """
-        graded, usable, counts, num_drawn = [], [], {}, 0
-        advantages = np.zeros((0, self.train.num_generations), np.float32)
-        while count := self._round_size(num_drawn, advantages):
-            drawn, of_round = await self._exchange(step, position, num_drawn, count)
-            graded, counts, num_drawn = graded + drawn, hosts.total([counts, of_round]), num_drawn + count
-            check_failed_environments(graded, self.max_failed_fraction)
+        counts, num_before = {}, len(self._complete)
+        while count := self._num_missing(step):
+            if not self._rounds.started:
+                self._start_round(step, position, count, expected_in=step)
+            received, graded, of_round = await self._rounds.receive(step)
+            so_far = [one.graded for one in self._complete] + graded
+            check_failed_environments(so_far, self.max_failed_fraction)
             if self.reads_judge or self.judging.on_failure == "drop_always":
-                check_failed_fraction(complete_groups(graded), self.judging.max_failed_fraction)
-            added = usable_groups(complete_groups(drawn), self.reads_judge, self.judging.on_failure)
-            usable += added
+                check_failed_fraction(complete_groups(so_far), self.judging.max_failed_fraction)
             with self.timeline.clock(step).stage("advantages"):
-                advantages = np.concatenate([advantages, await self._advantages(step, added)])
-        batch = self._select(position, graded, usable, advantages, counts)
-        if self.train.staleness and step < self.train.num_steps:
-            self._started = self._start_round(step + 1, batch.position, 0, self.train.prompts_per_batch)
+                self._complete += await self._with_advantages(received.step, graded)
+            counts = hosts.total([counts, of_round])
+        num_lost, self.num_lost = self.num_lost, 0
+        counts["data/drawn"] = float(len(self._complete) - num_before + num_lost)
+        batch = self._take(step, position, counts)
+        batch.counts["data/discarded"] = float(num_lost)
+        if not self.train.staleness:
+            batch.counts["data/discarded"] += len(self._complete)
+            self._complete.clear()
+        self._run_ahead(step, batch.position)
         await hosts.barrier(self.stop.run_interruptible(self.rollouts.sleep()))
-        return batch
+        return dataclasses.replace(batch, ahead=len(self._queued()))
 
     async def close(self) -> None:
-        """Cancels the round in progress, if there is one."""
-        if self._started is not None:
-            self._started.cancel()
-            await asyncio.gather(self._started, return_exceptions=True)
+        """Cancels the rounds in progress."""
+        await self._rounds.close()
 
-    def _round_size(self, num_drawn: int, advantages: Float[np.ndarray, "P N"]) -> int:
-        """Returns the number of prompts of the next round, or 0 if the batch is complete.
+    def _num_missing(self, step: int) -> int:
+        """Returns the number of prompts that a round of the step needs, or 0 if the queue has enough complete groups.
 
-        A later round has the number of prompts that is expected to contain the missing groups with signal.
+        A round after the first has the number of prompts that is expected to contain the missing groups with signal.
+        """
+        wanted, num_complete = self.train.prompts_per_batch, len(self._complete)
+        found = sum(self._has_signal(one, step) for one in self._complete)
+        expected = -(-max(0, wanted - found) * num_complete // max(1, found)) if num_complete else wanted
+        return max(0, min(expected, wanted, max_draws(self.train) - num_complete))
+
+    def _queued(self) -> list[Problem]:
+        """Returns the problems of the queue, in data order."""
+        in_progress = [problem for one in self._rounds.started for problem in one.problems]
+        return [one.graded.group.problem for one in self._complete] + in_progress
+
+    def _start_round(self, step: int, position: int, count: int, expected_in: int) -> None:
+        """Starts a round after the prompts of the queue.
 
         Args:
-          num_drawn: Number of prompts of the previous rounds.
-          advantages: Advantages [P, N] of the P usable groups of the previous rounds.
+          step: Step whose seeds the generations have.
+          position: Number of problems that were drawn before those of the queue.
+          count: Number of prompts of the round.
+          expected_in: Step that is expected to train on the groups.
         """
-        wanted = self.train.prompts_per_batch
-        found = int(has_signal(advantages).sum())
-        expected = -(-max(0, wanted - found) * num_drawn // max(1, found)) if num_drawn else wanted
-        return min(expected, wanted, max_draws(self.train) - num_drawn)
+        queued = self._queued()
+        self._rounds.start(step, self.problems.draw(position + len(queued), count, queued), expected_in)
 
-    def _start_round(self, step: int, position: int, num_drawn: int, count: int) -> asyncio.Task[_Round]:
-        """Starts to generate this process's share of a round.
+    def _run_ahead(self, step: int, position: int) -> None:
+        """Starts rounds until the queue has the prompts of the next `train.staleness` batches.
+
+        Args:
+          step: Step whose batch is complete. All rounds have the seeds of the next step.
+          position: Number of problems that were drawn before those of the queue.
+        """
+        for later in range(1, min(self.train.staleness, self.train.num_steps - step) + 1):
+            count = later * self.train.prompts_per_batch - len(self._queued())
+            if count > 0:
+                self._start_round(step + 1, position, count, expected_in=step + later)
+
+    async def _with_advantages(self, step: int, graded: Sequence[GradedGroup]) -> list[_Complete]:
+        """Computes advantages on the first process, so that all processes agree.
+
+        Args:
+          step: Step whose seeds the groups have. The random keys of the estimator are also derived from it.
+          graded: Groups of a round.
+        """
+        usable = {
+            place: group
+            for place, one in enumerate(graded)
+            for group in usable_groups(complete_groups([one]), self.reads_judge, self.judging.on_failure)
+        }
+        advantages = np.zeros((len(graded), self.train.num_generations), np.float32)
+
+        async def compute() -> Float[np.ndarray, "P N"]:
+            groups = list(usable.values())
+            return self.advantages(step, [one.group.problem for one in groups], batch_features(groups))
+
+        if usable:
+            advantages[list(usable)] = (await hosts.gather(compute()))[0]
+        return [_Complete(one, usable.get(place), advantages[place]) for place, one in enumerate(graded)]
+
+    def _has_signal(self, one: _Complete, step: int) -> bool:
+        """Returns True if a group has an advantage other than 0, and is not too old for the update of a step."""
+        return bool(has_signal(one.advantages[None])[0]) and not self._is_too_old(one, step)
+
+    def _is_too_old(self, one: _Complete, step: int) -> bool:
+        """Returns True if a group is older than the queue allows. Only a sampler with outdated weights generates it."""
+        return 0 < self.train.staleness < _age(one.graded, step)
+
+    def _take(self, step: int, position: int, counts: Metrics) -> Batch:
+        """Removes the groups of a batch from the queue.
 
         Args:
           step: The step.
-          position: Number of problems that the previous steps have drawn.
-          num_drawn: Number of prompts of the previous rounds of the step.
-          count: Number of prompts of this round.
+          position: Number of problems that were drawn before those of the queue.
+          counts: Counters of the rounds that were received in this step.
         """
-        problems = hosts.share(self.problems.draw(position, num_drawn + count)[num_drawn:])
-
-        async def make() -> _Round:
-            groups = self.rollouts.generate(problems, self.train.num_generations, self.sampling(step))
-            graded = await grade_groups(groups, problems, self.task, self.judge, clock=self.timeline.clock(step))
-            counts: Metrics = {}
-            for part in (self.task, self.judge, self.rollouts.sampler, self.rollouts.environments):
-                if isinstance(part, HasMetrics):
-                    counts |= checked_counts(part, part.metrics(), counts)
-            return graded, counts
-
-        return asyncio.create_task(make())
-
-    async def _exchange(self, step: int, position: int, num_drawn: int, count: int) -> _Round:
-        """Waits for a round, which is started unless it is in progress, and returns the groups of all processes."""
-        self._started = self._started or self._start_round(step, position, num_drawn, count)
-        own = asyncio.ensure_future(self.stop.run_interruptible(self._started))
-        if hosts.count() > 1:
-            await asyncio.wait([own])
-            with self.timeline.clock(step).stage("exchange"):
-                shares = await hosts.gather(own)
-        else:
-            shares = [await own]
-        self._started = None
-        return [group for graded, _ in shares for group in graded], hosts.total([counts for _, counts in shares])
-
-    async def _advantages(self, step: int, groups: list[GradedGroup]) -> Float[np.ndarray, "P N"]:
-        """Returns the advantages [P, N] of P groups, as computed by the first process, so that all processes agree."""
-        if not groups:
-            return np.zeros((0, self.train.num_generations), np.float32)
-        problems = [graded.group.problem for graded in groups]
-
-        async def compute() -> Float[np.ndarray, "P N"]:
-            return self.advantages(step, problems, batch_features(groups))
-
-        return (await hosts.gather(compute()))[0]
-
-    def _select(
-        self,
-        position: int,
-        graded: list[GradedGroup],
-        usable: list[GradedGroup],
-        advantages: Float[np.ndarray, "P N"],
-        counts: Metrics,
-    ) -> Batch:
-        """Selects the groups that are trained on, and discards the groups after the last of them.
-
-        Args:
-          position: Number of problems that the previous steps have drawn.
-          graded: Groups of all rounds.
-          usable: Usable groups of all rounds.
-          advantages: Advantages [P, N] of these P groups.
-          counts: Counters of all rounds.
-        """
-        num_drawn, is_trained = len(graded), np.ones(len(usable), bool)
+        end, wanted = min(len(self._complete), max_draws(self.train)), self.train.prompts_per_batch
         if self.train.refill:
-            with_signal = np.flatnonzero(has_signal(advantages))[: self.train.prompts_per_batch]
-            is_trained = np.isin(np.arange(len(usable)), with_signal)
-            if len(with_signal) == self.train.prompts_per_batch:
-                end = int(with_signal[-1]) + 1
-                usable, advantages, is_trained = usable[:end], advantages[:end], is_trained[:end]
-                groups = [one.group for one in graded]
-                graded = graded[: groups.index(usable[-1].group) + 1]
-        found = int(has_signal(advantages).sum())
+            places = [place for place in range(end) if self._has_signal(self._complete[place], step)]
+            end = places[wanted - 1] + 1 if len(places) >= wanted else end
+        taken, self._complete = self._complete[:end], self._complete[end:]
+        too_old = [one.graded for one in taken if self._is_too_old(one, step)]
+        usable = {one.usable: one.advantages for one in taken if one.usable and not self._is_too_old(one, step)}
+        advantages = np.array([*usable.values()], np.float32).reshape(-1, self.train.num_generations)
+        with_signal = has_signal(advantages)
+        numbers = {"data/with_signal": with_signal.sum(), "data/without_signal": (~with_signal).sum()}
+        if self.train.staleness:
+            numbers["data/too_old"] = len(too_old)
+        if too_old:
+            numbers["data/too_old_length"] = mean_length(too_old)
+        graded = [one.graded for one in taken]
         failures = Counter(failure.kind for failure in environment_failures(graded))
         if isinstance(self.task, Interactive):
-            counts = counts | {"environment/failed_prompts": float(failures.total())}
-        counts = counts | {f"environment/failed/{kind}": float(count) for kind, count in failures.items()}
-        counts = counts | {
-            "data/drawn": float(num_drawn),
-            "data/with_signal": float(found),
-            "data/without_signal": float(len(usable) - found),
-            "data/discarded": float(num_drawn - len(graded)),
-        }
-        complete = complete_groups(graded)
-        return Batch(complete, usable, advantages, is_trained, counts, position + len(graded))
+            numbers["environment/failed_prompts"] = failures.total()
+        numbers |= {f"environment/failed/{kind}": count for kind, count in failures.items()}
+        counts |= {name: float(number) for name, number in numbers.items()}
+        is_trained = with_signal if self.train.refill else np.ones(len(usable), bool)
+        return Batch(complete_groups(graded), list(usable), advantages, is_trained, counts, position + end, ahead=0)
+
+
+def _age(graded: GradedGroup, step: int) -> int:
+    """Returns the number of steps by which the oldest weights of a group are older than the policy before a step."""
+    versions = (int(generation.weight_versions.min()) for generation in graded.group.generations)
+    return step - 1 - min(versions, default=step - 1)

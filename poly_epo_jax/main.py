@@ -202,7 +202,7 @@ def _restored_or_new(
             f"Checkpoint {step} of {config.workdir} was saved by another version of poly_epo_jax. Resume with that "
             "version, or set --config.workdir to a new folder."
         )
-    return TrainProgress(step, state, saved["position"], int(saved["solved"], 16))
+    return TrainProgress(step, state, saved["position"], int(saved["solved"], 16), saved.get("ahead", 0))
 
 
 def _experience(

@@ -32,12 +32,14 @@ class TrainProgress:
       state: Weights and optimizer state after these steps.
       position: Number of problems that these steps have drawn.
       solved: Training problems with a correct generation in any of these steps, see `solved_problems`.
+      ahead: Number of prompts that were drawn ahead, `Batch.ahead`.
     """
 
     step: int
     state: TrainState
     position: int
     solved: int
+    ahead: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Trainer:
             state, self.progress = self.state, None  # the update donates the buffers of the state
             state, update_metrics = await _compute(self.update, state, minibatches)
             check_finite(update_metrics, f"Step {step}")  # raises on all processes, because their metrics are equal
-            self.progress = TrainProgress(step, state, batch.position, solved)
+            self.progress = TrainProgress(step, state, batch.position, solved, batch.ahead)
         return StepResult(batch, metrics | update_metrics)
 
     async def push_weights(self) -> None:
@@ -184,14 +186,14 @@ async def train(
     # A resumed run continues from the last checkpoint. It removes the rows of later steps, restores the position in the
     # data, and repeats these steps with the same seeds.
     saved = logged = trainer.progress.step
+    trainer.experience.num_lost = trainer.progress.ahead
     stop, stopped = trainer.experience.stop, None
 
     def save() -> int:
         assert trainer.progress is not None
         progress = trainer.progress
-        checkpoints.save(
-            progress.step, progress.state, {"position": progress.position, "solved": f"{progress.solved:x}"}
-        )
+        data = {"position": progress.position, "solved": f"{progress.solved:x}", "ahead": progress.ahead}
+        checkpoints.save(progress.step, progress.state, data)
         return progress.step
 
     with stop.on_signals():

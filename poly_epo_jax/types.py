@@ -32,8 +32,9 @@ class Problem:
       answer: Reference answer, in the format that the task's reward expects.
       chat: Whether the chat template of the tokenizer is applied to `prompt`. The names of control tokens in a chat
         message, such as "<|im_end|>", are encoded as plain text.
-      occurrence: Number of earlier occurrences of the problem in the step. A step that spans the end of an epoch may
-        draw a problem repeatedly. The occurrences compare equal, but have different generations.
+      occurrence: Number of earlier occurrences of the problem in the step or, with `train.staleness`, in the queue. A
+        step that spans the end of an epoch may draw a problem repeatedly. The occurrences compare equal, but have
+        different generations.
       untrusted: Start and end, in characters, of the part of a prompt without `chat` that comes from a dataset. In this
         part, the names of control tokens are encoded as plain text. In the remaining prompt, they are encoded as
         control tokens. (0, 0) marks no part.

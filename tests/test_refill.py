@@ -87,7 +87,7 @@ def test_the_sizes_of_the_rounds_have_no_effect(monkeypatch: pytest.MonkeyPatch)
     sampler = Hard()
     expected = hard_batches(20, sampler)
     assert max(sampler.sizes) == 5 and len(sampler.sizes) > 40
-    monkeypatch.setattr(Experience, "_round_size", lambda self, drawn, found: 0 if drawn else 50)
+    monkeypatch.setattr(Experience, "_num_missing", lambda self, step: 0 if self._complete else 50)
     for one, other in zip(expected, hard_batches(20), strict=True):
         assert one.position == other.position and other.counts["data/drawn"] == 50
         pairs = zip(one.graded, other.graded, strict=True)

@@ -165,6 +165,7 @@ class SlowLetters(RandomLetters):
 
     async def push_weights(self, params: Params, version: int) -> None:
         await asyncio.sleep(0.05)
+        await super().push_weights(params, version)
 
 
 @pytest.mark.slow

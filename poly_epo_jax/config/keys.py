@@ -249,9 +249,12 @@ class TrainSection(Section, name="train"):
     trainable_pattern: str = key(
         "", "regular expression of the dotted paths of trained weights (empty = all weights)", PATTERN
     )
-    # 1 requires a sampler with its own devices and algo.importance_cap, which corrects for the older sampling policy.
+    # Above 0 requires a sampler with its own devices and algo.importance_cap, which corrects for the older policy.
     staleness: int = key(
-        0, "age of the sampling policy in steps (0 = on-policy, 1 = generation overlaps with the update)", Range(0, 1)
+        0,
+        "maximum age k of the sampling policy in steps; the prompts of the next k batches are generated during the "
+        "update (0 = on-policy; above 1 requires rollouts.in_flight)",
+        Range(0, 64),
     )
     # A prompt without signal has a largest |advantage| of at most 1e-6, under the estimator of algo.advantages.
     refill: bool = key(

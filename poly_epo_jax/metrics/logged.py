@@ -154,7 +154,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
         "data/drawn": LoggedMetric(
             "Drawn prompts",
-            "Number of prompts that the step generated responses to, including discarded prompts.",
+            "Number of prompts whose responses the step received, including discarded prompts.",
             "Constantly `train.max_draws`: few prompts have an advantage other than 0, and batches are smaller.",
         ),
         "data/with_signal": LoggedMetric(
@@ -171,8 +171,20 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
         "data/discarded": LoggedMetric(
             "Discarded prompts",
-            "Number of the step's prompts whose responses were discarded, because train.refill had drawn more prompts "
-            "than the batch requires. Their problems are drawn again.",
+            "Number of prompts whose responses were discarded, because train.refill had drawn more prompts than the "
+            "batch requires or, with train.staleness, because a run was interrupted that had drawn them ahead. Their "
+            "problems are drawn again.",
+        ),
+        "data/too_old": LoggedMetric(
+            "Outdated prompts",
+            "Number of the step's prompts that are not trained on, because their responses were sampled with weights "
+            "that are more than train.staleness steps old. Only logged with train.staleness above 0.",
+            "Above 0: servers generate with outdated weights; read their logs.",
+        ),
+        "data/too_old_length": LoggedMetric(
+            "Response length of outdated prompts",
+            "Mean number of tokens that the policy generated per response to the prompts of `data/too_old`.",
+            "Different from `response/length`: the update then prefers short or long responses.",
         ),
         # Updates of a step.
         "policy/entropy": LoggedMetric(

@@ -45,7 +45,10 @@ def _sglang(
     model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False
 ) -> ServerSampler:
     if sleep and config.train.staleness:
-        raise ConfigError("rollouts.options.sleep=True does not support train.staleness=1; set train.staleness=0.")
+        raise ConfigError(
+            f"rollouts.options.sleep=True does not support train.staleness={config.train.staleness}; set "
+            "train.staleness=0."
+        )
     return _trained_client(SGLANG, model, mesh, stop_ids, config, sleep)
 
 
@@ -177,8 +180,8 @@ class SamplerEntry:
       title: Name of the sampler in messages.
       dialect: Function `(config, vocab_size=0) -> dialect` that returns the API of servers that are evaluated.
       needs_urls: Whether its servers must be listed in `rollouts.urls`.
-      while_training: Whether it can generate while the policy is trained, as `train.staleness=1` requires, and continue
-        generations with new weights, as `rollouts.in_flight` requires.
+      while_training: Whether it can generate while the policy is trained, as `train.staleness` above 0 requires, and
+        continue generations with new weights, as `rollouts.in_flight` requires.
       cache_growth: Peak size of its caches while they grow, as a multiple of full-length caches, if it decodes in the
         trainer's memory. None if it decodes elsewhere.
       has_slots: Whether it decodes with `embedded.slots`, the only decoder that the benchmark measures.

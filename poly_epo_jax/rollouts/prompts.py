@@ -186,15 +186,19 @@ class ProblemOrder:
         # `repeat(None)` means 2^63 - 1 problems in grain, which overflows.
         self._epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)
 
-    def draw(self, position: int, count: int) -> list[Problem]:
-        """Returns the first `count` problems of a step.
+    def draw(self, position: int, count: int, queued: Sequence[Problem] = ()) -> list[Problem]:
+        """Returns the next `count` problems.
 
         Args:
-          position: Number of problems that were drawn before this step.
-          count: Number of problems. Two draws of a step differ in `occurrence` if they have the same problem.
+          position: Number of problems that were drawn before.
+          count: Number of problems.
+          queued: Drawn problems that no step has used yet. The new problems differ from them, and from each other, in
+            `occurrence` if they have the same problem.
         """
         before = collections.Counter[str]()
         drawn = []
+        for problem in queued:
+            before[problem.id] = max(before[problem.id], problem.occurrence + 1)
         for place in range(position, position + count):
             problem: Problem = self._epochs[place]
             times = before[problem.id]

@@ -302,14 +302,16 @@ def _check_rollouts(config: Config) -> None:
             "rollouts.shared_servers=True is not supported with rollouts.in_flight=True, because other processes would "
             "accept completions before the first process has verified the update; set one of them to False."
         )
-    if not config.train.staleness:
+    staleness = config.train.staleness
+    if not staleness:
         return
     # With staleness 1, the sampler generates the next batch with the current weights while an update replaces them. The
     # weights that generated a batch are then one step older than the weights that are trained on it.
     if rollouts.shared_servers:
         raise ConfigError(
-            "rollouts.shared_servers=True is not supported with train.staleness=1, because one process would update "
-            "the servers while others still generate; set rollouts.shared_servers=False or train.staleness=0."
+            f"rollouts.shared_servers=True is not supported with train.staleness={staleness}, because one process "
+            "would update the servers while others still generate; set rollouts.shared_servers=False or "
+            "train.staleness=0."
         )
     if not sampler.while_training:
         raise ConfigError(
@@ -318,6 +320,11 @@ def _check_rollouts(config: Config) -> None:
         )
     if not config.algo.importance_cap:
         raise ConfigError(
-            "algo.importance_cap=0.0 would not correct for the older policy that generates with train.staleness=1; set "
-            "it, for example to 2."
+            "algo.importance_cap=0.0 would not correct for the older policy that generates with "
+            f"train.staleness={staleness}; set it, for example to 2."
+        )
+    if staleness > 1 and not rollouts.in_flight:
+        raise ConfigError(
+            f"train.staleness={staleness} requires rollouts.in_flight=True, because weight updates otherwise wait for "
+            "all responses in progress; set it, or set train.staleness=1."
         )

@@ -40,7 +40,7 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
     rollouts = {
         "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
-        "response/length": float(np.mean([generation.loss_mask.sum() for generation in generations])),
+        "response/length": mean_length(groups),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
         "response/looped": float(np.mean([ends_in_loop(_last_turn(generation)) for generation in generations])),
         "response/staleness": float(ages.mean()),
@@ -60,6 +60,11 @@ def _episode_metrics(generations: Sequence[Generation]) -> Metrics:
         for name, value in ({"turns": (len(episode.turns) + 1) // 2} | dict(episode.outcome.metrics)).items():
             values.setdefault(f"episode/{name}", []).append(float(value))
     return {name: float(np.mean(of_name)) for name, of_name in sorted(values.items())}
+
+
+def mean_length(groups: Sequence[GradedGroup]) -> float:
+    """Returns the mean number of generated tokens of the responses of at least one group."""
+    return float(np.mean([generation.loss_mask.sum() for graded in groups for generation in graded.group.generations]))
 
 
 def ends_in_loop(token_ids: Int[np.ndarray, " T"]) -> bool:

@@ -181,11 +181,15 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
             },
             ["rollouts.shared_servers=True", "rollouts.in_flight=True"],
         ),
-        ({"train.staleness": 2}, ["train.staleness=2", "between 0 and 1"]),
+        ({"train.staleness": -1}, ["train.staleness=-1", "between 0 and 64"]),
         ({"train.staleness": 1}, ["rollouts.name='embedded'", "set train.staleness=0, or rollouts.name=sglang"]),
         (
             {"train.staleness": 1, "rollouts.name": "sglang", "rollouts.urls": "http://localhost:1"},
             ["algo.importance_cap=0.0", "train.staleness=1", "set it, for example to 2"],
+        ),
+        (
+            {"train.staleness": 2, "algo.importance_cap": 2.0, "rollouts.name": "vllm", "rollouts.urls": "http://a:1"},
+            ["train.staleness=2", "rollouts.in_flight=True", "set train.staleness=1"],
         ),
         (
             {"algo.objective": "mean_reward", "train.num_generations": 32, "algo.set_size": 16},

@@ -26,8 +26,9 @@ CONDITIONAL = (
     *("grader/timeouts", "grader/crashes"),
     *("rollouts/server_failures", "rollouts/resampled", "rollouts/invalid_responses"),
     *("mismatch/truncated_fraction", "mismatch/masked_responses", "memory/peak_bytes"),
+    *("data/too_old", "data/too_old_length"),
 )
-"""Metrics that are only logged with servers, mathematical answers or mismatch corrections."""
+"""Metrics that are only logged with servers, mathematical answers, mismatch corrections or generation ahead."""
 ARRAYS = {"rewards": np.eye(3, 4), "correct": np.eye(3, 4) == 1}
 
 

@@ -90,7 +90,7 @@ def train_tiny(
     progress = TrainProgress(0, update.init(first), position=0, solved=0)
     if newest is not None:
         step, (state, data) = newest
-        progress = TrainProgress(step, state, data["position"], int(data["solved"], 16))
+        progress = TrainProgress(step, state, data["position"], int(data["solved"], 16), data["ahead"])
     trainer = Trainer(
         experience=experience,
         truncation=Truncation(algo.truncated, max_tokens=2, coef=algo.overlong_penalty),
