@@ -80,6 +80,7 @@ RULES = (
     Rule("bash launch/reasoning_gym.sh", elsewhere="launch/test.sh; downloads reasoning-gym"),
     Rule("bash launch/textarena.sh", elsewhere="launch/test.sh; downloads TextArena"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
+    Rule("bash third_party/sglang/serve.sh cpu", elsewhere="tests/support/sglang_servers.py"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh, for cpu; downloads SGLang"),
     Rule("bash third_party/vllm/serve.sh", elsewhere="tests/support/vllm_servers.py, for cpu"),
