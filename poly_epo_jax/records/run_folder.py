@@ -26,7 +26,8 @@
                          start and end relative to `start`, and the step of its batch. The step of the batch is the
                          next step for a batch that is generated ahead, and the previous step for a checkpoint, which is
                          written after the row of its step.
-    generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION`.
+    generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION` and, for episodes,
+                         `EPISODE`.
     tensorboard/         Metrics and timing as TensorBoard events.
     checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.

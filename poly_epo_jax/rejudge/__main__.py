@@ -182,7 +182,8 @@ def _request(
     tokens = [math.ceil(max(map(len, texts)) / CHARS_PER_TOKEN) for texts in (prompts, responses)]
 
     async def work(show: Callable[[int], None]) -> None:
-        await warn_capacity(judge, JudgeLoad(max(len(group.responses) for group in groups), *tokens))
+        num_turns = max(len(turns) // 2 + 1 for group in groups for turns in group.turns or ((),))
+        await warn_capacity(judge, JudgeLoad(max(len(group.responses) for group in groups), *tokens, num_turns))
         await judge_groups(folder, judge, groups, wanted, max_concurrent, show)
 
     with progress_bar(f"{folder.name}: requests", len(groups) * len(wanted)) as show:

@@ -71,10 +71,6 @@ class RecordedTask:
     train_problems: Sequence[Problem]
     held_out_problems: Sequence[Problem] = ()
 
-    def reward(self, problem: Problem, generation: Generation) -> float:
-        """Raises NotImplementedError, because rewards are recorded."""
-        raise NotImplementedError
-
 
 def read_inputs(inputs: Sequence[str], max_problems: int = 0) -> list[RecordedGroup]:
     """Reads recorded responses.

@@ -186,8 +186,9 @@ def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction
     failures = environment_failures(graded)
     if failures and (len(failures) > max_failed_fraction * len(graded) or len(failures) == len(graded)):
         raise EpisodeError(
-            f"The environment failed on {len(failures)} of {len(graded)} prompts, more than "
-            f"rollouts.max_failed_fraction={max_failed_fraction:g} allows. {_most_frequent(failures)}"
+            f"The environment failed on {len(failures)} of {len(graded)} prompts, but at most "
+            f"rollouts.max_failed_fraction={max_failed_fraction:g} of them, and not all, may fail. "
+            f"{_most_frequent(failures)}"
         )
 
 
