@@ -114,6 +114,9 @@ class TurnQueue:
             for one in waiting:
                 if not one.completion.done():
                     one.completion.set_exception(error)
+        finally:
+            for one in waiting:  # the call was cancelled, or the sampler raised CancelledError
+                one.completion.cancel()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
