@@ -86,8 +86,7 @@ def grade(
         for i in range(N):
             tokens_T, is_response_T, logprobs_T = (array_BT[p * N + i] for array_BT in sequences)
             text = str(tokenizer.decode(tokens_T[is_response_T])).removesuffix(str(tokenizer.eos_token))
-            versions_T = np.zeros(len(tokens_T), np.int32)
-            response = Generation(tokens_T, logprobs_T, is_response_T, (text,), "stop", versions_T)
+            response = Generation(tokens_T, logprobs_T, is_response_T, (text,), "stop", np.zeros_like(tokens_T))
             rewards_PN[p, i] = task.reward(problem, response)
             clusters_PN[p, i] = cluster_ids.setdefault(task.strategy(problem, response), 100 + len(cluster_ids))
     return rewards_PN, clusters_PN

@@ -94,8 +94,8 @@ def test_replies_count_towards_the_token_limit(max_tokens: int, text: str, reaso
             whole, room = super().completion(place, index, text), self.calls[-1][place].max_tokens
             if len(whole.token_ids) <= room:
                 return whole
-            cut = {"token_ids": whole.token_ids[:room], "logprobs": whole.logprobs[:room], "finish_reason": "length"}
-            return dataclasses.replace(whole, **cut)
+            cut = {name: getattr(whole, name)[:room] for name in ("token_ids", "logprobs", "weight_versions")}
+            return dataclasses.replace(whole, finish_reason="length", **cut)
 
     sampler = Bounded(lambda request, _: "d" if 1 in request.prompt_ids else "ab")
     for group in generate(sampler, Replying(), max_tokens=max_tokens):

@@ -249,8 +249,8 @@ class Truncating(RandomLetters):
         completion = super().completion(place, index, text)
         if text != "d":
             return completion
-        ids, logprobs = completion.token_ids[:-1], completion.logprobs[:-1]
-        return dataclasses.replace(completion, token_ids=ids, logprobs=logprobs, finish_reason="length")
+        cut = {name: getattr(completion, name)[:-1] for name in ("token_ids", "logprobs", "weight_versions")}
+        return dataclasses.replace(completion, finish_reason="length", **cut)
 
 
 @pytest.mark.slow
