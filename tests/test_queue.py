@@ -154,6 +154,7 @@ class Thirds(Delayed):
         return "b" if int(request.problem_id) % 3 or index % 2 else "a"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_refilled_batches_train_on_the_same_problems_at_any_staleness(staleness: int):
     """A group after the last trained group stays in the queue: it is neither discarded nor drawn again."""
