@@ -208,7 +208,7 @@ async def notebook():
     rows = Path("training/metrics.jsonl")
     interrupt(lambda: rows.exists() and rows.read_bytes().count(b"\\n") > 2)
     cell("training", 10_000)
-    cell("grading", patch=fails("poly_epo_jax.experience.grade_groups", RuntimeError("while grading")))
+    cell("grading", patch=fails("poly_epo_jax.rollouts.rounds.grade_groups", RuntimeError("while grading")))
     cell("update", patch=fails("poly_epo_jax.train.check_finite", ValueError("after the update")))
     cell("saving", patch=fails("poly_epo_jax.model.checkpoint.Checkpoints.save", OSError("while saving")))
     cell("complete", 2)
