@@ -2,10 +2,10 @@
 # Runs all checks: style, types, and all tests, including slow tests and tests with real SGLang and vLLM servers. Arguments
 # are passed to pytest, e.g. `-m "not slow"` to skip tests that take more than about two seconds.
 #
-# If torch for CPUs, JetStream, reasoning-gym, or the environment of SGLang, vLLM or the TPU compiler cannot be installed,
-# their tests are skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
-# POLY_EPO_REQUIRE_REASONING_GYM=1, POLY_EPO_REQUIRE_SGLANG=1, POLY_EPO_REQUIRE_VLLM=1 or POLY_EPO_REQUIRE_LIBTPU=1, this
-# script fails instead.
+# If torch for CPUs, JetStream, reasoning-gym, TextArena, or the environment of SGLang, vLLM or the TPU compiler cannot be
+# installed, their tests are skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
+# POLY_EPO_REQUIRE_REASONING_GYM=1, POLY_EPO_REQUIRE_TEXTARENA=1, POLY_EPO_REQUIRE_SGLANG=1, POLY_EPO_REQUIRE_VLLM=1 or
+# POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
 #
 #   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
 source "$(dirname "$0")/help.sh"
@@ -20,6 +20,7 @@ optional() { # NAME COMMAND...
 }
 
 optional REASONING_GYM bash launch/reasoning_gym.sh
+optional TEXTARENA bash launch/textarena.sh
 optional TORCH bash launch/torch.sh
 optional JETSTREAM bash third_party/jetstream/setup.sh
 ruff check .

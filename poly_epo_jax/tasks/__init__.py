@@ -8,6 +8,7 @@ from collections.abc import Callable
 from poly_epo_jax.tasks.countdown import CountdownTask
 from poly_epo_jax.tasks.countdown_prose import CountdownProseTask
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
+from poly_epo_jax.tasks.guess_number import GuessNumberTask
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationTask
 from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
@@ -15,6 +16,7 @@ from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.polynomial import PolynomialTask
 from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
 from poly_epo_jax.tasks.reasoning_gym import ReasoningGymTask
+from poly_epo_jax.tasks.textarena import TextArenaTask
 from poly_epo_jax.types import Registry, Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(
@@ -24,8 +26,10 @@ TASKS: Registry[Callable[..., Task]] = Registry(
     multiplication_prose=MultiplicationProseTask,
     countdown=CountdownTask,
     countdown_prose=CountdownProseTask,
+    guess_number=GuessNumberTask,
     math=MathTask,
     reasoning_gym=ReasoningGymTask,
+    textarena=TextArenaTask,
     categories=CategoriesTask,
     prefixes=PrefixesTask,
 )
@@ -37,6 +41,7 @@ __all__ = [
     "CountdownProseTask",
     "CountdownTask",
     "DemonstrationStyle",
+    "GuessNumberTask",
     "MathTask",
     "MultiplicationProseTask",
     "MultiplicationTask",
@@ -44,4 +49,5 @@ __all__ = [
     "PolynomialTask",
     "PrefixesTask",
     "ReasoningGymTask",
+    "TextArenaTask",
 ]

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -26,6 +27,7 @@ from poly_epo_jax.tasks.answers import normalize_latex
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0
+MAX_REPLY_BYTES = 2**20
 # Number of remembered outcomes, which covers several training steps.
 MAX_REMEMBERED = 16_384
 
@@ -36,10 +38,12 @@ class Grader(NamedTuple):
     Attributes:
       package: Distribution that the script requires.
       command: Path of the script, which defines `open_grader`, and the arguments of this function.
+      returns: Type of the values that the grader returns, unless they are outcomes.
     """
 
     package: str
     command: tuple[str, ...]
+    returns: type = float
 
 
 MATH = Grader("math-verify", (str(Path(__file__).with_name("verify_worker.py")),))
@@ -121,13 +125,29 @@ class Verifier:
           ChildProcessError: If a worker cannot start.
           ValueError: If the verifier is closed.
         """
+        reply = self.call(*request)
+        return 0.0 if isinstance(reply, Outcome) else reply
+
+    def call(self, *request: str) -> Any:
+        """Calls the grader in a worker. Blocks until a worker is free.
+
+        Args:
+          request: Arguments of the grader.
+
+        Returns:
+          The value that the grader returned, or the outcome if it raised an exception, exceeded its time limit or
+          crashed.
+
+        Raises:
+          ChildProcessError: If a worker cannot start.
+          ValueError: If the verifier is closed.
+        """
         with self._free_worker() as worker:
             reply = worker.ask(request, self._deadline_seconds)
-        if isinstance(reply, float):
-            return reply
-        with self._lock:
-            self._counts[reply] += 1
-        return 0.0
+        if isinstance(reply, Outcome):
+            with self._lock:
+                self._counts[reply] += 1
+        return reply
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of answers since the last call that timed out or crashed a worker."""
@@ -205,7 +225,7 @@ class _Worker:
         self._ready = False
 
     def ask(self, texts: tuple[str, ...], seconds: float) -> Any:
-        """Returns the score or the outcome that the grader returned, or the outcome of a failure."""
+        """Returns the value or the outcome that the grader returned, or the outcome of a failure."""
         request = json.dumps(texts).encode() + b"\n"
         # Two attempts, because the worker may have terminated for a reason unrelated to this answer.
         for _ in range(2):
@@ -213,7 +233,7 @@ class _Worker:
             if reply:
                 with contextlib.suppress(ValueError):  # a grader that executes an answer may have written anything
                     content = json.loads(reply)
-                    return content if isinstance(content, float) else Outcome(content)
+                    return content if isinstance(content, self._grader.returns) else Outcome(content)
             self.stop()
             overran = reply is None or self._process.returncode == -signal.SIGPROF
             self._start()
@@ -248,10 +268,17 @@ class _Worker:
             )
 
     def _read(self, seconds: float) -> bytes | None:
+        """Returns a line, None after a timeout, or an empty line if the process has terminated."""
         assert self._process.stdout
-        replies = self._process.stdout.fileno()
-        # A reply is short enough that the pipe transfers it atomically.
-        return os.read(replies, 512) if wait([replies], seconds) else None
+        replies, deadline, line = self._process.stdout.fileno(), time.monotonic() + seconds, b""
+        while not line.endswith(b"\n") and len(line) < MAX_REPLY_BYTES:
+            if not wait([replies], max(0.0, deadline - time.monotonic())):
+                return None
+            piece = os.read(replies, MAX_REPLY_BYTES)
+            if not piece:
+                return b""
+            line += piece
+        return line
 
     def stop(self) -> None:
         self._process.kill()

@@ -78,6 +78,7 @@ RULES = (
     Rule("JUDGE_URL=https://generativelanguage", elsewhere="manual: requires 4 x H200 and a key of Gemini"),
     Rule("bash launch/torch.sh", elsewhere="launch/test.sh; downloads torch"),
     Rule("bash launch/reasoning_gym.sh", elsewhere="launch/test.sh; downloads reasoning-gym"),
+    Rule("bash launch/textarena.sh", elsewhere="launch/test.sh; downloads TextArena"),
     Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh, for cpu; downloads SGLang"),

@@ -64,6 +64,7 @@ OPTIONAL = {
     "rollouts.sglang.tensor_sync": {"torch"},
     "records.tracking": {"wandb", "trackio"},
     "tasks.gym_worker": {"reasoning_gym"},
+    "tasks.textarena_worker": {"textarena"},
 }
 """Imports that the extra `train` does not install. The modules work without them, or report how to install them."""
 
