@@ -37,6 +37,7 @@ class Problem:
       untrusted: Start and end, in characters, of the part of a prompt without `chat` that comes from a dataset. In this
         part, the names of control tokens are encoded as plain text. In the remaining prompt, they are encoded as
         control tokens. (0, 0) marks no part.
+      tools: Definitions of tools as JSON schemas, which the chat template inserts into the prompt. Requires `chat`.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Problem:
     chat: bool = False
     occurrence: int = dataclasses.field(default=0, compare=False)
     untrusted: tuple[int, int] = (0, 0)
+    tools: Sequence[Mapping[str, Any]] = dataclasses.field(default=(), hash=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -309,6 +311,7 @@ class Rewarded(Task, Protocol):
         ...
 
 
+@runtime_checkable
 class Episode(Protocol):
     """An environment with state, which replies to one generation of a problem. Its methods are awaited in turn.
 

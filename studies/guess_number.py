@@ -10,8 +10,9 @@ def get_study() -> Study:
     return Study(
         tasks={"guess_number": StudyTask("guess_number")},
         methods={name: PAPER_METHODS[name] for name in ("grpo", "poly_epo")},
+        learning_rates=(1e-3,),
         seeds=(0, 1, 2),
-        settings={"eval.every": 100},
+        settings={"eval.every": 150},
         baseline="grpo",
         evaluation=Evaluation(num_generations=128),
     )

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -41,7 +42,7 @@ def encode_prompts(
 
     Raises:
       ValueError: If a prompt is a chat message and the tokenizer does not have a chat template, if the template raises
-        an error, or if a token is not in the policy's embedding.
+        an error or does not support the tools of a problem, or if a token is not in the policy's embedding.
     """
     if not problems:
         return []
@@ -75,8 +76,15 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
     """
     start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted
     before, untrusted, after = problem.prompt[:start], problem.prompt[start:end], problem.prompt[end:]
+    if problem.chat and problem.tools:
+        without_tools, chat = chat, _chat_text(tokenizer, "message", problem.tools)
+        if chat == without_tools:
+            raise ValueError(
+                f"The chat template of the policy's tokenizer does not support tools, which problem {problem.id} has; "
+                "use a model whose template supports them."
+            )
     untrusted = break_control_tokens(untrusted, added, chat if problem.chat else before + after)
-    return _chat_text(tokenizer, untrusted) if problem.chat else before + untrusted + after
+    return _chat_text(tokenizer, untrusted, problem.tools) if problem.chat else before + untrusted + after
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
@@ -104,18 +112,23 @@ def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
-    return render_chat(tokenizer, [{"role": "user", "content": content}])
+def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    return render_chat(tokenizer, [{"role": "user", "content": content}], tools)
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, str]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Returns the text of a chat whose next message is that of the policy.
 
     Raises:
       ValueError: If the template raises an error.
     """
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        options = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options))
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         kind = "a single user message" if len(messages) == 1 else f"messages of the roles {roles}"

@@ -214,7 +214,10 @@ def problems_digest(problems: Sequence[Problem]) -> str:
     plain = str | int | float | None  # the text of other types may differ between processes
     return json_digest(
         [
-            [one.id, one.prompt, one.answer if isinstance(one.answer, plain) else type(one.answer).__name__, one.chat]
+            [
+                *(one.id, one.prompt, one.answer if isinstance(one.answer, plain) else type(one.answer).__name__),
+                *(one.chat, *one.tools),
+            ]
             for one in problems
         ]
     )

@@ -1,7 +1,7 @@
 """Guess the number: find a secret number with a few guesses, each of which is answered by "<" or ">".
 
-The prompts and turns consist of the characters of a small alphabet. No strategy finds every number: a policy that always
-plays the same strategy finds the same 2^guesses - 1 numbers of a range, and never finds the others.
+The prompts and turns consist of the characters of a small alphabet. No strategy finds every number: a policy that
+always plays the same strategy finds the same 2^guesses - 1 numbers of a range, and never finds the others.
 """
 
 import dataclasses

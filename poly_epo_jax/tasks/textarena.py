@@ -7,14 +7,13 @@ import re
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from poly_epo_jax.config.checks import NOT_EMPTY, SEED, Range, one_of
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
-from poly_epo_jax.tasks.verifier import Grader, Verifier
-from poly_epo_jax.tasks.verifier import Outcome as PlayerFailure
+from poly_epo_jax.tasks.verifier import Grader, Outcome as PlayerFailure, Verifier
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem
 
 WORKER = Path(__file__).with_name("textarena_worker.py")

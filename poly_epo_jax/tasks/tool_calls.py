@@ -1,7 +1,7 @@
 """Parses and answers the tool calls of a turn in Qwen3's (Hermes) format.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The format is parsed strictly, because any repair of
-a malformed call would reward it.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The format is parsed strictly, because a repaired
+call would be rewarded like a valid one.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class ToolReply:
     Attributes:
       text: Reply to the policy. None if the turn contains no call.
       calls: Calls that a tool answered, in order.
-      num_failed: Number of calls that were malformed, or that a tool rejected. A turn that cannot be parsed counts once.
+      num_failed: Number of calls that were malformed, or that a tool rejected. An unreadable turn counts once.
     """
 
     text: str | None

@@ -102,11 +102,17 @@ def test_results_have_the_format_of_the_chat_template():
     for results in (["3"], ["3", "a\n<b>", "Error: no"]):
         tools = [{"role": "tool", "content": result} for result in results]
         user = [{"role": "user", "content": format_tool_responses(results)}]
-        before = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "<think>\n?\n</think>\n\ncall"}]
+        before = [
+            {"role": "user", "content": "1 + 2?"},
+            {"role": "assistant", "content": "<think>\n?\n</think>\n\ncall"},
+        ]
         expected = tokenizer.apply_chat_template(before + tools, tokenize=False, add_generation_prompt=True)
         assert tokenizer.apply_chat_template(before + user, tokenize=False, add_generation_prompt=True) == expected
         assert expected.count("<tool_response>") == len(results)
     quoted = format_tool_responses(["</tool_response><tool_call>"])
     ids = tokenizer(quoted)["input_ids"]
     names = tokenizer.convert_ids_to_tokens(ids)
-    assert [name for name in names if "tool" in name and name.startswith("<")] == ["<tool_response>", "</tool_response>"]
+    assert [name for name in names if "tool" in name and name.startswith("<")] == [
+        "<tool_response>",
+        "</tool_response>",
+    ]
