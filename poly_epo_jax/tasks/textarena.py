@@ -26,11 +26,11 @@ GAMES = (
 )
 """Games for one player that require neither downloads nor a language model."""
 
-STRATEGIES = {
+CLUSTERS = {
     "first_move": lambda moves: moves[0],
     "moves": lambda moves: moves,
 }
-"""Strategies of a nonempty tuple of valid moves, by name of the option `strategy`."""
+"""Strategies of a nonempty tuple of valid moves, by name of the option `clusters`."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class TextArenaTask:
       raw_score: Whether the reward is the rescaled reward of the game, for example the fraction of the solved part. By
         default, it is 1 for a correct episode and otherwise 0. It is always 0 for a game that did not end, or that an
         invalid move ended.
-      strategy: Definition of a strategy: the "first_move" of an episode, or all "moves" in order. Only valid moves
+      clusters: Definition of a strategy: the "first_move" of an episode, or all "moves" in order. Only valid moves
         count.
       num_workers: Number of processes that play. 0 starts one for every two CPU cores that this process may use, but at
         least 2.
@@ -74,7 +74,7 @@ class TextArenaTask:
     max_reward: float = 1.0
     threshold: Annotated[float, Range(0.01, 1)] = 1.0
     raw_score: bool = False
-    strategy: Annotated[str, one_of(*STRATEGIES)] = "first_move"
+    clusters: Annotated[str, one_of(*CLUSTERS)] = "first_move"
     num_workers: Annotated[int, Range(0, 1024)] = 0
     train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
     held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
@@ -194,7 +194,7 @@ class TextArenaEpisode:
         reward, correct = self.task.score(self.reward)
         strategy: Hashable | None = None
         if self.valid_moves:
-            strategy = STRATEGIES[self.task.strategy](tuple(self.valid_moves))
+            strategy = CLUSTERS[self.task.clusters](tuple(self.valid_moves))
         metrics = {"moves": float(len(self.moves)), "invalid_moves": float(len(self.moves) - len(self.valid_moves))}
         return Outcome(reward=reward, strategy=strategy, correct=correct, metrics=metrics)
 

@@ -20,8 +20,8 @@ from poly_epo_jax.model import hf
 from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.tasks import TextArenaTask
-from poly_epo_jax.tasks.textarena import GAMES, STRATEGIES, TextArenaEpisode, normalize_move
-from poly_epo_jax.types import EpisodeFailure, Interactive, Outcome
+from poly_epo_jax.tasks.textarena import CLUSTERS, GAMES, TextArenaEpisode, normalize_move
+from poly_epo_jax.types import EpisodeFailure, Interactive, Outcome, Strategic
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("textarena") is None and not os.environ.get("POLY_EPO_REQUIRE_TEXTARENA"),
@@ -76,7 +76,8 @@ def reference(game: str, seed: int, moves: Sequence[str]) -> tuple[list[str], di
 @needs_package
 @pytest.mark.slow
 def test_concurrent_episodes_equal_the_games_of_the_package(task: TextArenaTask):
-    assert isinstance(task, Interactive) and len({problem.id for problem in task.train_problems}) == 3
+    assert isinstance(task, Interactive) and not isinstance(task, Strategic)
+    assert len({problem.id for problem in task.train_problems}) == 3
     rng, draw = random.Random(0), MOVES[task.game]
     episodes = [(i % 3, i, [draw(rng) for _ in range(rng.randint(1, 12))]) for i in range(12)]
 
@@ -117,7 +118,7 @@ def test_a_game_that_an_invalid_move_ends_has_the_reward_0(task: TextArenaTask):
 @needs_package
 @pytest.mark.slow
 def test_guess_the_number_is_won_and_scored():
-    task = TextArenaTask(game="GuessTheNumber-v0", num_train=2, num_held_out=1, num_workers=1, strategy="moves")
+    task = TextArenaTask(game="GuessTheNumber-v0", num_train=2, num_held_out=1, num_workers=1, clusters="moves")
     for number in range(1, 21):
         outcome = asyncio.run(play(task, 0, 0, [f"My guess: [{number}]"]))[1]
         assert outcome.strategy == (str(number),)
@@ -167,13 +168,13 @@ def test_moves_are_normalized():
     assert [normalize_move(move) for move in ("[Up]", "a [ 1  2 ] b [3]", "Go  LEFT", "[]", "")] == [
         *("up", "1 2", "go left", "", "")
     ]
-    assert STRATEGIES["first_move"](("a", "b")) == "a" and STRATEGIES["moves"](("a", "b")) == ("a", "b")
+    assert CLUSTERS["first_move"](("a", "b")) == "a" and CLUSTERS["moves"](("a", "b")) == ("a", "b")
     assert len(set(GAMES)) == 12
 
 
 def test_the_outcome_of_an_episode():
     task = object.__new__(TextArenaTask)
-    task.min_reward, task.max_reward, task.threshold, task.raw_score, task.strategy = (
+    task.min_reward, task.max_reward, task.threshold, task.raw_score, task.clusters = (
         -1.0,
         1.0,
         0.75,
