@@ -127,7 +127,8 @@ class TextArenaTask:
         """
         played = self._players.call(seed, str(episode_seed), json.dumps(moves))
         if isinstance(played, PlayerFailure):
-            raise EpisodeFailure(f"TextArena failed to play {self.game} with seed {seed}: {played.value}.")
+            reason = "it raised an exception at the start" if played is PlayerFailure.WRONG else f"it {played.value}"
+            raise EpisodeFailure(f"TextArena failed to play {self.game} with seed {seed}: {reason}.")
         text, valid, over, reward = played
         if reward is not None and not self.min_reward <= reward <= self.max_reward:
             raise EpisodeFailure(
