@@ -207,6 +207,7 @@ def train(folder: Path, policy: Path, game: str, **changes: Any) -> list[dict[st
     settings = SETTINGS | {
         "workdir": folder,
         "model.path": policy,
+        "mesh.num_devices": 1,
         "task.name": "textarena",
         "task.options": str(options),
         "sampling.max_tokens": 1024,
