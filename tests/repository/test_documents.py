@@ -199,6 +199,7 @@ RULES = (
     Rule("python -m poly_epo_jax.report", says="/report.html"),
     Rule("python -m poly_epo_jax.study studies/countdown", elsewhere="60, 40 and 60 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
+    Rule("python -m poly_epo_jax.study studies/guess_number.py", elsewhere="6 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/judge_errors.py", elsewhere="35 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/baselines.py", elsewhere="70 runs; see the other studies"),
     Rule(
