@@ -14,5 +14,5 @@ def get_study() -> Study:
         seeds=(0, 1, 2),
         settings={"eval.every": 150},
         baseline="grpo",
-        evaluation=Evaluation(num_generations=128),
+        evaluation=Evaluation(num_generations=64),
     )
