@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import textarena  # pyright: ignore[reportMissingImports]
+from textarena.envs.registration import make  # pyright: ignore[reportMissingImports]
 
 MAX_STARTED = 256
 """Maximum number of started games that are kept. Generating a room of Sokoban takes up to a second."""
@@ -53,7 +53,7 @@ def open_grader(game: str) -> Callable[[str, str, str], list[Any]]:
 def start_game(game: str, seed: int) -> tuple[Any, str]:
     """Returns a game that has just started, and its first messages."""
     seed_generators(seed)
-    env = textarena.make(env_id=game)
+    env = make(env_id=game)
     env.reset(num_players=1, seed=seed)
     return env, new_messages(env)
 

@@ -119,12 +119,10 @@ def test_a_game_that_an_invalid_move_ends_has_the_reward_0(task: TextArenaTask):
 @pytest.mark.slow
 def test_guess_the_number_is_won_and_scored():
     task = TextArenaTask(game="GuessTheNumber-v0", num_train=2, num_held_out=1, num_workers=1, clusters="moves")
-    for number in range(1, 21):
-        outcome = asyncio.run(play(task, 0, 0, [f"My guess: [{number}]"]))[1]
-        assert outcome.strategy == (str(number),)
-        if outcome.correct:
-            break
-    assert (outcome.reward, outcome.correct) == (1.0, True)
+    outcomes = {n: asyncio.run(play(task, 0, 0, [f"My guess: [{n}]"]))[1] for n in range(1, 21)}
+    (number,) = (n for n, outcome in outcomes.items() if outcome.correct)
+    assert all(outcome.strategy == (str(n),) for n, outcome in outcomes.items())
+    assert [outcomes[n].reward for n in (number, number % 20 + 1)] == [1.0, 0.0]
     other = number % 20 + 1
     assert asyncio.run(play(task, 0, 0, [f"[{other}]", f"[{number}]"]))[1].strategy == (str(other), str(number))
     task.max_reward = 0.5
@@ -194,7 +192,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_character_tokenizer(alphabet)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     config = dataclasses.replace(TINY, vocab_size=len(tokenizer))
-    stops = [1, *tokenizer.convert_tokens_to_ids([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ efghijklm"])]
+    stops = [1, *(tokenizer.get_vocab()[character] for character in "ABCDEFGHIJKLMNOPQRSTUVWXYZ efghijklm")]
     folder = tmp_path_factory.mktemp("policy") / "model"
     params = tiny_params(0, abstract_model(config))
     hf.save_pretrained(folder, params, config, dtype="float32", eos_token_id=stops, tokenizer=tokenizer)
