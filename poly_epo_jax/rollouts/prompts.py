@@ -127,9 +127,11 @@ def render_chat(
       ValueError: If the template raises an error.
     """
     try:
-        definitions = [dict(tool) for tool in tools] or None
-        text = tokenizer.apply_chat_template(list(messages), definitions, tokenize=False, add_generation_prompt=True)
-        return str(text)
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), [dict(tool) for tool in tools] or None, tokenize=False, add_generation_prompt=True
+            )
+        )
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         kind = "a single user message" if len(messages) == 1 else f"messages of the roles {roles}"
