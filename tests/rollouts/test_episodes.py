@@ -98,7 +98,7 @@ class Sure(SumTask):
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 9}])
-def test_unfinished_episodes_have_reward_0_and_are_trained_on(limit: dict[str, int]):
+def test_unfinished_episodes_have_reward_0_and_are_trained_on(limit: dict[str, Any]):
     task = Sure()
     groups = play(task, **{"max_tokens": 500} | limit)
     complete = play(task, max_tokens=500)

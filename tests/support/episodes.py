@@ -27,7 +27,7 @@ class ByHash(Scripted):
         for place, request in enumerate(requests):
             for index, seed in enumerate(request.seeds.tolist()):
                 ids, logprobs = spoken(request.prompt_ids, seed)
-                yield Completion(place, index, ids, logprobs, "stop", self.version)
+                yield Completion(place, index, ids, logprobs, "stop", np.full(len(ids), self.version, np.int32))
 
 
 class Concurrent(ByHash):
@@ -65,7 +65,8 @@ class Sums:
 class SumTask:
     """Starts episodes of `Sums`, whose methods take random times up to `delay` seconds."""
 
-    train_problems = held_out_problems = PROBLEMS
+    train_problems: Sequence[Problem] = PROBLEMS
+    held_out_problems: Sequence[Problem] = PROBLEMS
 
     def __init__(self, delay: float = 0.0):
         self.delay, self.episodes, self._rng = delay, [], np.random.default_rng()
