@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
 from poly_epo_jax.types import (
     EnvironmentFailure,
@@ -202,10 +203,10 @@ class RunningEpisode:
 
         async def end() -> None:
             # An interrupted `start` may still be running when the episode is discarded. This call follows it.
-            if self._episode is not None:
-                await self._episode.close()
+            with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt):
+                if self._episode is not None:
+                    await self._episode.close()
 
-        ended = self._environments.submit(end)
-        ended.add_done_callback(lambda future: future.cancelled() or future.exception())  # errors have no effect
-        with contextlib.suppress(TimeoutError, Exception):
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(ended)), CLEANUP_SECONDS)
+        ended = asyncio.wrap_future(self._environments.submit(end))
+        # Generation waits for this also if it is cancelled while episodes are being closed.
+        await run_to_completion(asyncio.wait([ended], timeout=CLEANUP_SECONDS))
