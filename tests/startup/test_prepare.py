@@ -9,22 +9,22 @@ from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.startup import prepare
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.types import Generation, Problem
+from poly_epo_jax.types import Episode, Problem
 
 
-class Replying(ByLetter):
-    """A conversational task."""
+class Interacting(ByLetter):
+    """A task with episodes."""
 
-    def reply(self, problem: Problem, generation: Generation) -> str | None:
-        return None
+    def start(self, problem: Problem, seed: int) -> Episode:
+        raise AssertionError
 
 
-def test_updates_during_conversations_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prepare, "make_task", lambda section: Replying())
+def test_updates_during_episodes_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare, "make_task", lambda section: Interacting())
     config = get_config()
     config.update({"workdir": str(tmp_path / "run"), "compilation_cache_dir": str(tmp_path / "cache")})
     config.base.cache_dir = config.rollouts.weights_dir = str(tmp_path)
     config.rollouts.update({"name": "sglang", "urls": "http://localhost:1", "in_flight": True})
     config.train.update({"prompts_per_batch": 2, "prompts_per_minibatch": 2})
-    with pytest.raises(ConfigError, match=r"rollouts\.in_flight=True .* end of conversations"):
+    with pytest.raises(ConfigError, match=r"rollouts\.in_flight=True .* end of episodes"):
         prepare.prepare(read_config(config))
