@@ -24,7 +24,7 @@ from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from poly_epo_jax.metrics.logged import (
     HELD_OUT_CORRECT_CLUSTERS,
@@ -238,11 +238,14 @@ def step_axes(panels: Sequence[Axes], label: str = "training step") -> None:
     """
     ends = [np.max(np.asarray(line.get_xdata(), float), initial=0) for axes in panels for line in axes.lines]
     last = int(max(ends, default=0))
-    ticks = MaxNLocator(nbins=5, integer=True).tick_values(0, max(last, 1))
+    is_long = last >= 10_000  # the tick labels would overlap
+    ticks = MaxNLocator(nbins=4 if is_long else 5, integer=True).tick_values(0, max(last, 1))
     kept = [int(tick) for tick in ticks if 0 <= tick <= last - 0.6 * (ticks[1] - ticks[0])]
     for axes in panels:
         axes.set_xlabel(label)
         axes.set_xticks([*kept, last])
+        if is_long:
+            axes.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
