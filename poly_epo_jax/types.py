@@ -309,6 +309,7 @@ class Rewarded(Task, Protocol):
         ...
 
 
+@runtime_checkable
 class Episode(Protocol):
     """An environment with state, which replies to one generation of a problem. Its methods are awaited in turn.
 
