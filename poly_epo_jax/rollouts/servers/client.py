@@ -104,8 +104,10 @@ class ServerSampler:
         """
         if self._pool is None:
             servers = await self._weights.servers(self.urls)
-            pool = ServerPool(servers, self._weights.current, self.max_concurrent, self._weights.ensure_current)
-            self._pool = pool
+            # Another call may have created the pool in the meantime.
+            self._pool = self._pool or ServerPool(
+                servers, self._weights.current, self.max_concurrent, self._weights.ensure_current
+            )
         pool = self._pool
         pool.num_batches += 1
         tasks = [

@@ -11,7 +11,7 @@ from fakes import PATIENCE, collect, tiny_problems, until
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.rollouts.servers.fleet import ServerPool
 from poly_epo_jax.system.http_client import ServerError
-from poly_epo_jax.types import Sampling
+from poly_epo_jax.types import Group, Problem, Sampling
 
 URLS = ["http://a", "http://b"]
 
@@ -60,6 +60,34 @@ def test_each_server_has_the_documented_generation_limit():
     assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == URLS
     (text,) = (field.metadata["meaning"] for key, field, _ in Config().flat() if key == "rollouts.max_concurrent")
     assert "per server or router worker" in text
+
+
+def test_concurrent_calls_share_the_generation_limit(monkeypatch: pytest.MonkeyPatch):
+    running, most = 0, 0
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        nonlocal running, most
+        await asyncio.sleep(0)
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        count = len(json.loads(request.content)["sampling_params"])
+        running += count
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= count
+        return generated(request, "w")
+
+    rollouts = open_rollouts(handle, monkeypatch, URLS[:1], None)
+    rollouts.sampler.max_concurrent = 8  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def call(problem: Problem) -> list[Group]:
+        return [group async for group in rollouts.generate([problem], 4, Sampling(4))]
+
+    async def main() -> list[list[Group]]:
+        return await asyncio.gather(*map(call, tiny_problems(5, 8)))
+
+    assert len(asyncio.run(main())) == 5
+    assert most == 8
 
 
 def test_a_failed_server_is_used_again_after_it_has_recovered():
