@@ -426,7 +426,7 @@ SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
         (JudgeLoad(8, 100, 1000), 16_384, {}, []),
         (JudgeLoad(8, 100, 1000), 8_192, {}, ["8 responses of 1000 tokens"]),
         (JudgeLoad(8, 100, 200), 8_192, {}, []),
-        (JudgeLoad(8, 100, 200, num_turns=20), 8_192, {}, ["8 responses of 1175 tokens"]),  # 39 labels of 25 tokens
+        (JudgeLoad(8, 100, 200, num_turns=10), 8_192, {}, ["8 responses of 675 tokens"]),  # 19 labels of 25 tokens
         (JudgeLoad(8, 100, 9000), 16_384, {"max_response_chars": 60_000}, ["8 responses of 9000 tokens"]),
         (JudgeLoad(32, 100, 100), 65_536, {}, [r"32 responses .* 1600 .* judge.options.max_tokens=1024"]),
         (JudgeLoad(32, 100, 1000), 8_192, {}, ["max_tokens=1024", "context of 8192"]),

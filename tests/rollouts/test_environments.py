@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from episodes import MAX_TOKENS, PROBLEMS, ByHash, N, Sums, SumTask, graded, play
-from fakes import collect
+from fakes import collect, unchecked
 
 from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -123,9 +123,9 @@ def test_a_repeated_episode_has_the_same_bytes(method: str):
     [
         (Outcome(2.0), r"its reward is 2\.0"),
         (Outcome(float("nan")), "its reward is nan"),
-        (Outcome("1"), "its reward is '1'"),  # pyright: ignore[reportArgumentType]
-        (Outcome(1.0, []), "its strategy"),  # pyright: ignore[reportArgumentType]
-        (Outcome(1.0, correct=1), "its correct"),  # pyright: ignore[reportArgumentType]
+        (unchecked(Outcome, reward="1", strategy=None, correct=None, metrics={}), "its reward is '1'"),
+        (unchecked(Outcome, reward=1.0, strategy=[], correct=None, metrics={}), "its strategy"),
+        (unchecked(Outcome, reward=1.0, strategy=None, correct=1, metrics={}), "its correct"),
         (Outcome(1.0, metrics={"x": float("inf")}), "its metric 'x'"),
         (1.0, "it is 1.0"),
     ],

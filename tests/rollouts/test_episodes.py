@@ -45,7 +45,7 @@ def test_episodes_equal_an_independent_replay(sampler: type[ByHash], delay: floa
             ids, logprobs, mask, total = replayed(group.problem, seed)
             assert y.token_ids.tolist() == ids and y.loss_mask.tolist() == mask
             np.testing.assert_array_equal(y.logprobs, np.array(logprobs, np.float32))
-            assert y.outcome == Outcome(float(total % 4 == 0), y.turns[0], metrics={"sum": total})
+            assert y.outcome == Outcome(float(total % 4 == 0), y.turns[0], metrics={"sum": float(total)})
             assert y.finish_reason == "stop" and y.text == "".join(y.turns)
             turns.append(len(y.turns))
     assert min(turns) == 1 and max(turns) >= 5 and max(turns) % 2

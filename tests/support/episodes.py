@@ -59,7 +59,9 @@ class Sums:
     async def close(self) -> Outcome:
         self.closed += 1
         await self.task.pause()
-        return Outcome(float(self.total % 4 == 0), self.turns[0] if self.turns else None, metrics={"sum": self.total})
+        return Outcome(
+            float(self.total % 4 == 0), self.turns[0] if self.turns else None, metrics={"sum": float(self.total)}
+        )
 
 
 class SumTask:
