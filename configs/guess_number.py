@@ -21,7 +21,6 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     config.base.skew = 0.5
 
     config.sampling.max_tokens = 15  # four guesses and three replies
-    config.train.num_steps = 150
     config.train.prompts_per_batch = 32
     config.optimizer.learning_rate = 1e-3
     config.eval.every = 50
