@@ -27,7 +27,9 @@ class ByHash(Scripted):
         for place, request in enumerate(requests):
             for index, seed in enumerate(request.seeds.tolist()):
                 ids, logprobs = spoken(request.prompt_ids, seed)
-                yield Completion(place, index, ids, logprobs, "stop", self.version)
+                limit = request.max_tokens
+                reason = "stop" if len(ids) <= limit else "length"
+                yield Completion(place, index, ids[:limit], logprobs[:limit], reason, self.version)
 
 
 class Concurrent(ByHash):
@@ -67,7 +69,8 @@ class Sums:
 class SumTask:
     """Starts episodes of `Sums`, whose methods take random times up to `delay` seconds."""
 
-    train_problems = held_out_problems = PROBLEMS
+    train_problems: Sequence[Problem] = PROBLEMS
+    held_out_problems: Sequence[Problem] = PROBLEMS
 
     def __init__(self, delay: float = 0.0):
         self.delay, self.episodes, self._rng = delay, [], np.random.default_rng()
