@@ -99,9 +99,9 @@ def test_an_environment_that_hangs_exceeds_its_deadline(method: str, hang: Any):
 def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer():
     task = Faulty("reply", lambda: time.sleep(0.15), times=1)
     start = time.monotonic()
-    groups = play(task, timeout=0.05)
+    play(task, timeout=0.05)
     assert time.monotonic() - start < 10
-    assert any(group.failure is not None and group.failure.kind == "late" for group in groups)
+    assert max(task.starts.values()) > 1
 
 
 @pytest.mark.parametrize("method", ["start", "reply", "close"])

@@ -111,9 +111,11 @@ def test_unfinished_episodes_have_reward_0_and_are_trained_on(limit: dict[str, A
             reasons.add(y.finish_reason)
             assert longer.token_ids[: len(y.token_ids)].tolist() == y.token_ids.tolist()
             assert (reward, correct) == ((1, True) if y.finish_reason == "stop" else (0, False))
-            assert (y.finish_reason == "stop") == (len(y.turns) == len(longer.turns))
+            assert (y.finish_reason == "stop") == (y.token_ids.tolist() == longer.token_ids.tolist())
             assert len(y.turns) % 2 and y.outcome is not None and y.outcome.strategy == "s"
-            assert len(y.turns) <= 3 and len(y.token_ids) <= 9
+            assert len(y.turns) <= 2 * limit.get("max_turns", 99) - 1 and len(y.token_ids) <= limit.get(
+                "max_tokens", 99
+            )
     assert reasons == {"stop", "length"}
 
 

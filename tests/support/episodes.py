@@ -27,7 +27,10 @@ class ByHash(Scripted):
         for place, request in enumerate(requests):
             for index, seed in enumerate(request.seeds.tolist()):
                 ids, logprobs = spoken(request.prompt_ids, seed)
-                yield Completion(place, index, ids, logprobs, "stop", np.full(len(ids), self.version, np.int32))
+                limit = request.max_tokens
+                reason = "stop" if len(ids) <= limit else "length"
+                versions = np.full(len(ids[:limit]), self.version, np.int32)
+                yield Completion(place, index, ids[:limit], logprobs[:limit], reason, versions)
 
 
 class Concurrent(ByHash):
