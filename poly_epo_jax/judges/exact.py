@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Int
@@ -59,7 +59,7 @@ class ExactJudge:
             ) from error
         return _with_errors(clustering.ids, group, self._error_rate) if self._error_rate else clustering
 
-    def _strategy(self, problem: Problem, generation: Generation) -> Hashable | None:
+    def _strategy(self, problem: Problem, generation: Generation) -> Any:
         if isinstance(self._task, Strategic):
             return self._task.strategy(problem, generation)
         return generation.outcome and generation.outcome.strategy
