@@ -82,7 +82,7 @@ TEXTS = [
     "h:1",
 ]
 NAMES = [
-    *("float32", "bfloat16", "own", "max", "drop", "drop_always", "distinct"),
+    *("float32", "bfloat16", "own", "max", "drop", "drop_always", "distinct", "train", "mask", "penalize"),
     *("max_tokens", "max_completion_tokens", "json_schema", "json_object", "none"),
 ]
 """Values of keys and options with a list of allowed texts."""
@@ -208,10 +208,16 @@ def _several_keys(random: random.Random, folder: Path) -> Outcome:
     """Sets four keys to values within their ranges."""
     changes = {}
     for key, field, _ in random.sample([key for key in Config().flat() if not key[0].endswith("options")], 4):
-        names = KNOWN_NAMES.get(key)
-        checks = [check_of_type(field.type), field.metadata["check"]]
-        changes[key] = random.choice(list(names)) if names else _inside(random, [check for check in checks if check])
+        changes[key] = valid_value(random, key, field)
     return _attempt("keys together", changes, "", folder)
+
+
+def valid_value(random: random.Random, key: str, field: Any) -> Any:
+    """Returns a value that the checks of a key accept. Keys with a list of allowed texts need one of `NAMES`."""
+    if names := KNOWN_NAMES.get(key):
+        return random.choice(list(names))
+    checks = [check_of_type(field.type), field.metadata["check"]]
+    return _inside(random, [check for check in checks if check])
 
 
 def _value(random: random.Random, checks: list[Check | Range]) -> tuple[Any, bool]:

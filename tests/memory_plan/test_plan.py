@@ -11,6 +11,7 @@ import jax
 import pytest
 from fakes import optimizer_config
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 
 from configs import polaris, polynomial
@@ -58,6 +59,13 @@ class Case:
     rank: int = 0
     dtype: str = "bfloat16"
 
+    def sizes(self) -> dict[str, int]:
+        return {**dict.fromkeys(AXES, 1), **dict(zip(AXES, self.mesh, strict=False))}
+
+    def device_mesh(self) -> Mesh:
+        sizes = self.sizes()
+        return make_mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], sizes["expert"])
+
     def shape(self) -> ModelConfig:
         return preset_config(self.model, remat=self.remat, dtype=self.dtype, **lora_fields(self.config().lora))
 
@@ -68,7 +76,7 @@ class Case:
     def config(self) -> Config:
         config = polaris.get_config()
         config.lora.rank = self.rank
-        config.mesh.update(dict(zip(AXES, self.mesh, strict=False)))
+        config.mesh.update(self.sizes())
         config.train.row_tokens = self.row_tokens
         return read_section(Config, config.to_dict())
 
@@ -91,11 +99,11 @@ LATER_JAX = jax.__version_info__ > (0, 10, 2)
 @pytest.mark.parametrize("case", [SMALL, *LARGE], ids=str)
 def test_plan_matches_compiled_programs(case: Case):
     config, shape = case.config(), case.shape()
-    machine = Machine("cpu", dict.fromkeys(AXES, 1) | dict(zip(AXES, case.mesh, strict=False)))
+    machine = Machine("cpu", case.sizes())
     plan = make_plan(config, shape, machine, None)
     model = nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0)))
     update = PolicyUpdate(
-        model, make_mesh(*case.mesh), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
+        model, case.device_mesh(), UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1
     )
     lowered = update.lower(microbatch_rows(config, machine.mesh), config.train.row_tokens)
     memory: dict[str, Any] = {name: lowered[name].compile().memory_analysis() for name in plan.stages}
@@ -132,11 +140,11 @@ LORA = [
 def test_plan_with_adapters_matches_compiled_programs(case: Case):
     """Frozen weights do not have moments or a sum of gradients."""
     config, shape = case.config(), case.shape()
-    machine = Machine("cpu", dict(zip(AXES, (*case.mesh, 1), strict=True)))
+    machine = Machine("cpu", case.sizes())
     plan = make_plan(config, shape, machine, None)
     update = PolicyUpdate(
         abstract_model(shape),
-        make_mesh(*case.mesh),
+        case.device_mesh(),
         UpdateObjective(ppo_clip_loss),
         optimizer_config(),
         total_updates=1,
