@@ -62,7 +62,7 @@ def text_of(page: str) -> str:
 @pytest.mark.slow
 def test_all_logged_metrics_are_drawn_and_explained(page: str):
     drawn = svgs(page)
-    not_logged = ("policy/reference_kl", "response/looped")
+    not_logged = ("episode/turns", "policy/reference_kl", "response/looped")
     logged = [describe(metric) for metric in (*COMPARED, *drawn_metrics()) if metric not in not_logged]
     expected = [
         "Frontier",
