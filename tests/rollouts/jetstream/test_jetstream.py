@@ -199,7 +199,7 @@ def test_calls_and_updates_run_one_after_another(make_rollouts, embedded):
 
     async def together():
         first = asyncio.create_task(all_groups(1.0))
-        await asyncio.sleep(0)
+        await until(rollouts.sampler._turn.locked)
         return await asyncio.gather(first, rollouts.push_weights(params, 1), all_groups(0.5))
 
     first, _, second = asyncio.run(together())
