@@ -155,7 +155,7 @@ def test_running_generations_continue_with_new_weights(servers, sync):
 
     groups, version = asyncio.run(main())
     assert_complete(groups, problems, 16)
-    assert len(assert_exact_versions(groups)) > 2
+    assert len(assert_exact_versions(groups)) > 1
     assert max(len(set(y.weight_versions)) for group in groups for y in group.generations) > 1
     assert COUNTS.items() <= rollouts.metrics().items()
     # The prefix cache of running generations is not read after an update.

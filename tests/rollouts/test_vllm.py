@@ -116,7 +116,7 @@ def test_a_prefix_cache_of_older_weights_is_emptied(servers, tmp_path, monkeypat
             groups = collect(Rollouts(sampler, TOKENIZER, ByLetter(), MAX_PROMPT), prompts, 8, Sampling(16))
             assert mismatch(groups, version) < 1e-4
 
-    async def do_not_pause(self, client, url):  # Every kind of pause of an idle server empties the cache.
+    async def do_not_pause(self, client, url, keep):  # Every kind of pause of an idle server empties the cache.
         pass
 
     async def only_load(self, client, url, folder, version):
@@ -149,7 +149,7 @@ def test_running_generations_continue_with_new_weights(servers, tmp_path):
 
     groups, version = asyncio.run(main())
     assert {len(y.token_ids) for group in groups for y in group.generations} == {200}
-    assert len(assert_exact_versions(groups, UNTIED_MODEL)) > 2
+    assert len(assert_exact_versions(groups, UNTIED_MODEL)) > 1
     assert all(len(set(y.weight_versions)) > 1 for group in groups for y in group.generations)
     assert counts_of(rollouts) == COUNTS
     # The prefix cache of running generations is not read after an update.
