@@ -18,7 +18,6 @@ from training_runs import rows_of
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.model.checkpoint import Checkpoints
-from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records import tracking
 from poly_epo_jax.records.progress import TrainingProgress
 from poly_epo_jax.records.run_folder import read_rows
@@ -144,15 +143,6 @@ def test_a_repeated_problem_in_a_batch_has_other_generations():
     assert sum(map(len, texts.values())) == len(rows) == 6 * 3 * 8  # the four columns together identify a row
     twice = [(step, problem) for step, problem, occurrence in texts if occurrence]
     assert twice and all(texts[(*one, 0)] != texts[(*one, 1)] for one in twice)
-
-
-def test_a_process_generates_its_share_of_the_full_batch(monkeypatch: pytest.MonkeyPatch):
-    def texts(part: slice) -> list[list[str]]:
-        monkeypatch.setattr(hosts, "share", lambda items: items[part])
-        return [[y.text for y in one.group.generations] for one in made(steps=6)]
-
-    full, first, rest = texts(slice(None)), texts(slice(1)), texts(slice(1, None))
-    assert full[::3] == first and [group for index, group in enumerate(full) if index % 3] == rest
 
 
 class SlowLetters(RandomLetters):
