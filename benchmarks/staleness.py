@@ -3,8 +3,8 @@
 launch/node.sh trains MODEL, such as SmolLM2-135M-Instruct (`bash launch/smollm2.sh`), on Countdown in text with SGLang
 on CPU: on-policy, one step off-policy, and up to three steps off-policy with weight updates during generation. Prints
 the median seconds per step, and how many of them the trainer and the server are idle. Staleness, mismatch and reward
-are means over the second half of the steps. The first step, which compiles, is left out of the times. Runs that are
-complete are not repeated.
+are means over the second half of the steps. The medians do not include the first step, which compiles. The last steps
+only consume the queue, so the total is the better comparison of short runs. Runs that are complete are not repeated.
 """
 
 import os
@@ -25,6 +25,7 @@ SETTINGS = {
     "train.row_tokens": 160,  # a prompt and its eight responses
     "train.prompts_per_batch": 4,
     "train.prompts_per_minibatch": 4,
+    "algo.importance_cap": 2.0,
     "optimizer.learning_rate": 1e-5,
     "eval.every": 0,
 }
@@ -40,7 +41,7 @@ METRIC_NAMES = ("response/staleness", "mismatch/mean", "reward")
 
 def main(model: str, output: Path, num_steps: int) -> None:
     """Trains each case and prints a table."""
-    columns = ("seconds per step", "trainer idle", "server idle", *METRIC_NAMES)
+    columns = ("seconds in total", "seconds per step", "trainer idle", "server idle", *METRIC_NAMES)
     print("| |", " | ".join(columns), "|\n|---|" + "---|" * len(columns))
     for name, changes in CASES.items():
         folder = output / name.replace(", ", "-").replace(" ", "-")
@@ -51,7 +52,8 @@ def main(model: str, output: Path, num_steps: int) -> None:
             variables = {"SERVER": "sglang", "DEVICE": "cpu", "POLICY": model, "JUDGE_URL": "http://127.0.0.1:1"}
             flags = ["--config=configs/smollm2.py", *(f"--config.{key}={value}" for key, value in settings.items())]
             subprocess.run(["bash", "launch/node.sh", *flags], check=True, env=os.environ | variables)
-        times = seconds([Window.read(row) for row in read_rows(folder / TIMELINE)][1:])
+        windows = [Window.read(row) for row in read_rows(folder / TIMELINE)]
+        times = (sum(window.seconds for window in windows), *seconds(windows[1:]))
         rows = read_rows(folder / METRICS)[num_steps // 2 :]
         means = [statistics.fmean(row[metric] for row in rows) for metric in METRIC_NAMES]
         print(f"| {name} |", " | ".join([*(f"{value:.1f}" for value in times), *(f"{x:.3g}" for x in means)]), "|")

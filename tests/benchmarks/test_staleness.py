@@ -52,5 +52,5 @@ def test_each_case_is_trained_once_and_reported(
         ("3", "True"),
     ]
     printed = capsys.readouterr().out
-    assert "| on-policy | 20.0 | 16.0 | 14.0 | 0 | 1e-06 | 2 |" in printed
-    assert "| staleness 3, in flight | 20.0 | 14.0 | 14.0 | 3 | 1e-06 | 2 |" in printed
+    assert "| on-policy | 30.0 | 20.0 | 16.0 | 14.0 | 0 | 1e-06 | 2 |" in printed
+    assert "| staleness 3, in flight | 30.0 | 20.0 | 14.0 | 14.0 | 3 | 1e-06 | 2 |" in printed

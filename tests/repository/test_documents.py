@@ -89,6 +89,7 @@ RULES = (
     Rule("SERVER=vllm sbatch launch/slurm.sbatch", elsewhere="tests/launch/test_launch.py, with a stand-in for srun"),
     Rule("DEVICE=cpu SERVER=vllm bash launch/node.sh", elsewhere="tests/launch/test_node.py, with stand-ins"),
     Rule("python benchmarks/mismatch.py", elsewhere="manual: starts real servers for 200 steps each"),
+    Rule("python benchmarks/staleness.py", elsewhere="manual: starts a real server three times"),
     Rule("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m poly_epo_jax.bench --plan", says="19.8 GB of 22.8 GB"),
     Rule(
         "XLA_PYTHON_CLIENT_ALLOCATOR=platform python -m poly_epo_jax.main --config=configs/gsm8k.py",
