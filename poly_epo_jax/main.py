@@ -197,12 +197,12 @@ def _restored_or_new(
     if newest is None:
         return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), position=0, solved=0)
     step, (state, saved) = newest
-    if not {"position", "solved"} <= saved.keys():
+    if not {"position", "solved", "ahead"} <= saved.keys():
         raise ConfigError(
             f"Checkpoint {step} of {config.workdir} was saved by another version of poly_epo_jax. Resume with that "
             "version, or set --config.workdir to a new folder."
         )
-    return TrainProgress(step, state, saved["position"], int(saved["solved"], 16), saved.get("ahead", 0))
+    return TrainProgress(step, state, saved["position"], int(saved["solved"], 16), saved["ahead"])
 
 
 def _experience(

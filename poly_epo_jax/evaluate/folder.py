@@ -2,8 +2,8 @@
 
 about.json           model, benchmark, sampling parameters and judge, and digests of their content, see
                      `benchmarks.about_evaluation`
-generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION` and, for episodes, those of
-                     `records.run_folder.EPISODE`
+generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION` and, for episodes, the
+                     columns of `records.run_folder.EPISODE`
 results.json         all metrics with their intervals, see results.py. docs/how_to/evaluate.md defines the metrics.
 lock                 locked by the process that executes the evaluation
 """

@@ -121,9 +121,9 @@ def _label_turns(turns: Sequence[str], code: str, max_reply_chars: int | None = 
     labeled = []
     for index, turn in enumerate(turns):
         speaker = "environment" if index % 2 else "policy"
-        is_long = index % 2 and max_reply_chars is not None
-        text = shorten(turn, max_reply_chars, code) if is_long and max_reply_chars is not None else turn
-        labeled.append(f"--- {speaker}, turn {index // 2 + 1} {code} ---\n{text}")
+        if speaker == "environment" and max_reply_chars is not None:
+            turn = shorten(turn, max_reply_chars, code)
+        labeled.append(f"--- {speaker}, turn {index // 2 + 1} {code} ---\n{turn}")
     return "\n".join(labeled)
 
 

@@ -65,7 +65,7 @@ async def answer_late() -> str:
 
 
 FAULTS = [
-    (raises(EpisodeFailure("the game server is gone")), "failed", "the game server is gone"),
+    (raises(EpisodeFailure("the game server has stopped")), "failed", "the game server has stopped"),
     (raises(KeyError("x")), "raised", "KeyError: 'x'"),
     (raises(TimeoutError("of a client")), "raised", "TimeoutError: of a client"),
     (raises(SystemExit(1)), "raised", "SystemExit"),

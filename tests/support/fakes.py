@@ -254,7 +254,7 @@ class Talking(ByLetter):
 
 
 class TalkingEpisode:
-    """An episode without state of its own."""
+    """An episode whose replies depend on the generation only."""
 
     def __init__(self, task: Talking, problem: Problem):
         self._task, self._problem, self._reward = task, problem, 0.0
