@@ -251,7 +251,9 @@ def _packer(config: Config, model_config: ModelConfig, mesh: Mesh) -> MinibatchP
     attention = resolve_implementation(config.model.attention, any(model_config.windows))
     return MinibatchPacker(
         updates_per_step(config.train),
-        make_pack(config, mesh.shape, attention in SUPPORTS_SHARED_PROMPTS),
+        make_pack(
+            config, mesh.shape, attention in SUPPORTS_SHARED_PROMPTS and "linear_layers" not in model_config.stacks
+        ),
         config.algo.length_normalization,
         config.sampling.max_tokens,
         max_sequence_tokens(config),

@@ -131,7 +131,7 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     head, layer = _head(model_config, machine, tokens), _layer(model_config, machine, tokens)
     if machine.platform == "tpu":
         weights, is_converted = (
-            flops.weights_per_device(model_config, machine.mesh, prefix="layers."),
+            flops.weights_per_device(model_config, machine.mesh, of_layers=True),
             model_config.dtype != model_config.param_dtype,
         )
         converted = _terms(_Array("converted layer weights", weights, value_bytes, is_converted))
@@ -205,7 +205,7 @@ def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str
     value_bytes, is_trained = bytes_of(model_config.dtype), not model_config.lora_targets
     is_copied = machine.mesh["fsdp"] > 1 or model_config.dtype != model_config.param_dtype
     weights = (
-        flops.weights_per_device(model_config, machine.mesh, ("fsdp",), "layers.") // model_config.num_layers
+        flops.weights_per_device(model_config, machine.mesh, ("fsdp",), of_layers=True) // model_config.num_layers
         + is_trained * 3 * model_config.hidden_size * model_config.mlp_size // machine.mesh["tensor"]
     )
     # The gradients of all local experts are float32.

@@ -24,12 +24,14 @@ from poly_epo_jax.model.layer_settings import (
     read_by_type,
     read_experts,
     read_gemma3,
+    read_linear,
     read_position_free,
     read_uniform,
     read_window,
     write_by_type,
     write_experts,
     write_gemma3,
+    write_linear,
     write_position_free,
     write_uniform,
     write_window,
@@ -47,7 +49,8 @@ class Weight:
     Attributes:
       name: Hugging Face name. `{}` stands for the layer number, and a second `{}` for the number of the expert.
       axes: Axes in this package, one letter per axis. The axes of layers and experts are omitted.
-      hf_axes: Axes in Hugging Face files, one word per axis. A word with several letters is a merged axis.
+      hf_axes: Axes in Hugging Face files, one word per axis. A word with several letters is a merged axis, and the word
+        "1" an axis of size 1.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Weight:
 
     def hf_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape in Hugging Face files of a weight that has `shape` in this package."""
-        size = dict(zip(self.axes, shape, strict=True))
+        size = dict(zip((*self.axes, "1"), (*shape, 1), strict=True))
         return tuple(math.prod(size[letter] for letter in word) for word in self.hf_axes.split())
 
     def export(self, weight: Any) -> Any:
@@ -80,7 +83,7 @@ class Weight:
 
     @property
     def _letters(self) -> str:
-        return self.hf_axes.replace(" ", "")
+        return self.hf_axes.replace(" ", "").replace("1", "")
 
 
 NETWORK = {
@@ -90,6 +93,7 @@ NETWORK = {
     in (
         *("qk_norm", "joint_qk_norm", "attention_bias", "pre_norm", "post_norm", "norm_offset", "float32_norm"),
         *("activation", "scale_embeddings", "ropes", "windows", "query_size", "num_experts", "normalize_router"),
+        *("gated_attention", "linear_layers"),
     )
 }
 """ModelConfig fields in which the networks of families differ, and their defaults."""
@@ -297,6 +301,49 @@ GEMMA3_TEXT = dataclasses.replace(
     read=read_gemma3,
     write=write_gemma3,
 )
+LINEAR_ATTENTION = {
+    "qkv": Weight("in_proj_qkv.weight", "dc", "c d"),
+    "output_gate": Weight("in_proj_z.weight", "dnh", "nh d"),
+    "beta": Weight("in_proj_b.weight", "dn", "n d"),
+    "time_step": Weight("in_proj_a.weight", "dn", "n d"),
+    "time_step_bias": Weight("dt_bias", "n", "n"),
+    "log_decay_rate": Weight("A_log", "n", "n"),
+    "conv": Weight("conv1d.weight", "sc", "c 1 s"),
+    "value_norm": Weight("norm.weight", "h", "h"),
+    "o": Weight("out_proj.weight", "nhd", "d nh"),
+}
+"""Weights of linear attention, by their names in this package, with their names within a layer."""
+
+QWEN3_5_TEXT = dataclasses.replace(
+    QWEN3,
+    class_name="Qwen3_5ForCausalLM",
+    switches=QWEN3.switches | {"gated_attention": True, "norm_offset": 1.0, "float32_norm": True},
+    config_keys=QWEN3.config_keys
+    | {
+        "linear_key_heads": "linear_num_key_heads",
+        "linear_value_heads": "linear_num_value_heads",
+        "linear_key_dim": "linear_key_head_dim",
+        "linear_value_dim": "linear_value_head_dim",
+        "conv_size": "linear_conv_kernel_dim",
+    },
+    weights=QWEN3.weights
+    | {
+        path.replace("layers.", "linear_layers."): QWEN3.weights[path]
+        for path in (*PRE_NORMS, "layers.gate", "layers.up", "layers.down")
+    }
+    | {
+        f"linear_layers.{name}": dataclasses.replace(weight, name=f"model.layers.{{}}.linear_attn.{weight.name}")
+        for name, weight in LINEAR_ATTENTION.items()
+    },
+    unsupported={
+        "attention_bias": bool,
+        "attn_output_gate": lambda present: not present,
+        "hidden_act": lambda name: name != "silu",
+    },
+    defaults=LLAMA.defaults | {"head_dim": 256},
+    read=read_linear,
+    write=write_linear,
+)
 
 ARCHITECTURES = Registry(
     qwen3=QWEN3,
@@ -308,14 +355,14 @@ ARCHITECTURES = Registry(
     olmo3=OLMO3,
     gemma3_text=GEMMA3_TEXT,
     qwen3_moe=QWEN3_MOE,
+    qwen3_5_text=QWEN3_5_TEXT,
 )
 
-VISION_WRAPPERS = {"gemma3": "gemma3_text"}
+VISION_WRAPPERS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 """Model types of folders with a vision model and a language model, with the model type of the language model."""
 
-_LINEAR = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 MISSING_FEATURES = {
-    **dict.fromkeys(_LINEAR, "gated linear attention"),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), "an expert shared by all tokens"),
     **dict.fromkeys(("gemma3n", "gemma4"), "embeddings in each layer"),
     **{"gpt_oss": "attention sinks", "gemma2": "soft caps", "phi3": "joint projections"},
 }

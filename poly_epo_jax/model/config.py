@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 from poly_epo_jax.model.rope import Rope
 
@@ -39,6 +40,13 @@ class ModelConfig:
       experts_per_token: Number of experts that process a token.
       normalize_router: Whether the probabilities of the selected experts are divided by their sum.
       query_size: Number whose square root divides the attention scores. 0 selects `head_dim`.
+      gated_attention: Whether the outputs of the attention are multiplied by a sigmoid of a projection of its inputs.
+      linear_layers: Whether each layer has linear attention, see linear_attention.py. A shorter sequence is repeated.
+      linear_key_heads: Number of query heads, and of key heads, of linear attention.
+      linear_value_heads: Number of value heads of linear attention. A multiple of `linear_key_heads`.
+      linear_key_dim: Width of a query or key head of linear attention.
+      linear_value_dim: Width of a value head of linear attention.
+      conv_size: Number of tokens that the convolution of linear attention reads.
       dtype: Type of activations and of weights in matmuls (compute type).
       param_dtype: Type of stored weights. Adapters are always float32.
       remat: Key of transformer.REMAT_POLICIES, or "auto" until a memory plan has chosen one.
@@ -78,6 +86,13 @@ class ModelConfig:
     experts_per_token: int = 0
     normalize_router: bool = True
     query_size: int = 0
+    gated_attention: bool = False
+    linear_layers: tuple[bool, ...] = (False,)
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    conv_size: int = 0
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     remat: str = "full"
@@ -91,9 +106,46 @@ class ModelConfig:
     @property
     def layer_ropes(self) -> tuple[Rope, ...]:
         """Rotary position embedding of each layer."""
-        return tuple(itertools.islice(itertools.cycle(self.ropes), self.num_layers))
+        return self._of_layers(self.ropes)
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """Window of each layer in tokens, 0 without a window."""
-        return tuple(itertools.islice(itertools.cycle(self.windows), self.num_layers))
+        return self._of_layers(self.windows)
+
+    @property
+    def attention_windows(self) -> tuple[int, ...]:
+        """Window of each layer that is not a layer with linear attention."""
+        return tuple(self.layer_windows[layer] for layer in self.stacks.get("layers", ()))
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of the layers with the same weights, by the name under which these weights are stacked."""
+        names = ["linear_layers" if linear else "layers" for linear in self._of_layers(self.linear_layers)]
+        return {name: tuple(i for i, own in enumerate(names) if own == name) for name in sorted(set(names))}
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Stack of each layer, and its index in this stack."""
+        places = {number: (name, index) for name, own in self.stacks.items() for index, number in enumerate(own)}
+        return tuple(places[layer] for layer in range(self.num_layers))
+
+    @property
+    def period(self) -> int:
+        """Smallest number of layers, a divisor of `num_layers`, after which the kinds of weights repeat."""
+        is_linear = self._of_layers(self.linear_layers)
+        periods = (n for n in range(1, self.num_layers) if self.num_layers % n == 0)
+        return next((n for n in periods if is_linear == is_linear[:n] * (self.num_layers // n)), self.num_layers)
+
+    @property
+    def query_width(self) -> int:
+        """Width of the query projection of a head, which includes the gate of the head's outputs."""
+        return self.head_dim * (1 + self.gated_attention)
+
+    @property
+    def linear_channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values of all heads of linear attention."""
+        return 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_heads * self.linear_value_dim
+
+    def _of_layers(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(itertools.islice(itertools.cycle(values), self.num_layers))

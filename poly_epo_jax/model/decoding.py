@@ -6,7 +6,7 @@ because a slice of a stacked array would be copied before every matmul. `run_lay
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,13 @@ from poly_epo_jax.model.attention import cached_attention, packed_attention
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.experts import Routing, apply_experts, without_experts
 from poly_epo_jax.model.layer import ACTIVATIONS, embed, layer_kinds, make_rotations, normalize, run_layer
+from poly_epo_jax.model.linear_attention import (
+    LinearInputs,
+    LinearState,
+    decode_linear_attention,
+    init_linear_state,
+    prefill_linear_attention,
+)
 from poly_epo_jax.model.lora import is_adapter, merge_adapter
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
@@ -35,10 +42,12 @@ class KVCache:
       v: Values of each layer, [rows, kv_heads, length or window, head_dim].
       length: Maximum number of tokens of a sequence.
       windows: Window of each layer in tokens, 0 without a window.
+      linear: States of the layers with linear attention, which are not among the layers of the other fields.
     """
 
     k: tuple[Any, ...]  # Arrays, or leaves that JAX substitutes for them.
     v: tuple[Any, ...]
+    linear: tuple[LinearState, ...] = ()
     length: int = dataclasses.field(default=0, metadata={"static": True})
     windows: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -69,7 +78,8 @@ class KVCache:
         keys, values = zip(self.k, other.k, strict=True), zip(self.v, other.v, strict=True)
         k = (x.at[rows, :, :, : y.shape[3]].set(y[other_rows], mode="drop") for x, y in keys)
         v = (x.at[rows, :, : y.shape[2]].set(y[other_rows], mode="drop") for x, y in values)
-        return dataclasses.replace(self, k=tuple(k), v=tuple(v))
+        linear = jax.tree.map(lambda x, y: x.at[rows].set(y[other_rows], mode="drop"), self.linear, other.linear)
+        return dataclasses.replace(self, k=tuple(k), v=tuple(v), linear=linear)
 
 
 def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
@@ -83,11 +93,12 @@ def init_cache(config: ModelConfig, rows: int, length: int) -> KVCache:
     Returns:
       The cache.
     """
-    heads, head_dim, windows = config.num_kv_heads, config.head_dim, config.layer_windows
+    heads, head_dim, windows = config.num_kv_heads, config.head_dim, config.attention_windows
     sizes = [_stored_tokens(length, window) for window in windows]
     return KVCache(
         tuple(jnp.zeros((rows, heads, head_dim, size), config.dtype) for size in sizes),
         tuple(jnp.zeros((rows, heads, size, head_dim), config.dtype) for size in sizes),
+        tuple(init_linear_state(config, rows) for _ in config.stacks.get("linear_layers", ())),
         length,
         windows,
     )
@@ -111,13 +122,13 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
 
     def of_layer(name: str, weight: jax.Array) -> jax.Array:
         weight = weight.astype(config.dtype)
-        if name in ("q", "k", "v"):
+        if name in ("q", "k", "v", "output_gate"):
             weight = weight.reshape(config.hidden_size, -1)
         elif name == "o":
             weight = weight.reshape(-1, config.hidden_size)
         return _constrain_weight(name, weight, "fsdp")
 
-    stacks, embed = params["layers"], params["embed"].astype(config.dtype)
+    embed = params["embed"].astype(config.dtype)
     ends = (
         {"head": embed}
         if config.tie_word_embeddings
@@ -127,8 +138,12 @@ def decoding_weights(config: ModelConfig, params: Params) -> Params:
         **ends,
         "norm": params["norm"].astype(config.dtype),
         "layers": [
-            {name: of_layer(name, merge_adapter(config, stacks, name, i)) for name in stacks if not is_adapter(name)}
-            for i in range(config.num_layers)
+            {
+                name: of_layer(name, merge_adapter(config, params[stack], name, index))
+                for name in params[stack]
+                if not is_adapter(name)
+            }
+            for stack, index in config.places
         ],
     }
 
@@ -159,8 +174,10 @@ def _constrain_weight(name: str, weight: jax.Array, fsdp: str | None) -> jax.Arr
     """Shards heads, MLP and vocabulary over `tensor`. `fsdp` is the mesh axis for the residual stream, or None."""
     if weight.ndim == 1:
         return weight
-    if name == "router":
+    if name in ("router", "qkv"):
         return constrain_sharding(weight, fsdp, None)
+    if name == "conv":
+        return constrain_sharding(weight, None, None)
     if name.endswith(("_bias", "_norm")):
         return constrain_sharding(weight, "tensor")
     experts = ["expert" if fsdp else None] * (weight.ndim - 2)
@@ -172,7 +189,9 @@ class _LayerWeights:
     """Separate arrays of one layer, as `run_layer` reads them."""
 
     def __init__(self, config: ModelConfig, own: Params):
-        self._config, self._own = config, own
+        self._activation = ACTIVATIONS[config.activation]
+        self._own, head_dim = own, config.head_dim
+        self._widths = {"q": config.query_width, "k": head_dim, "v": head_dim, "output_gate": config.linear_value_dim}
 
     def __contains__(self, name: str) -> bool:
         return name in self._own
@@ -182,17 +201,20 @@ class _LayerWeights:
 
     def project(self, x: Float[Array, "M ..."], name: str) -> Float[Array, "M ..."]:
         y = x.reshape(len(x), -1) @ self._own[name]
-        if name in ("q", "k", "v"):
-            return y.reshape(len(x), -1, self._config.head_dim)
+        if name in self._widths:
+            return y.reshape(len(x), -1, self._widths[name])
         return constrain_sharding(y, ROWS) if name in ("o", "down") else y
 
     def apply_experts(self, x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M D"]:
         mlp = self._own["gate"], self._own["up"], self._own["down"]
-        return constrain_sharding(apply_experts(ACTIVATIONS[self._config.activation], False, x, routing, mlp), ROWS)
+        return constrain_sharding(apply_experts(self._activation, False, x, routing, mlp), ROWS)
 
 
 def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], valid: Bool[Array, "Q L"]) -> KVCache:
     """Computes the cache of Q prompts.
+
+    The first call of `decode` repeats the last token of each prompt, so the states of layers with linear attention do
+    not include this token.
 
     Args:
       config: Model configuration.
@@ -204,7 +226,8 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
       A cache with Q rows of length L.
     """
     (rows, length), kinds = tokens.shape, layer_kinds(config)
-    keys, values = [], []
+    keys, values, states = [], [], []
+    all_but_last = jnp.pad(valid[:, 1:], [(0, 0), (0, 1)])
 
     def attend(layer, q, k, v):
         q, k, v = (x.reshape(rows, length, *x.shape[1:]) for x in (q, k, v))
@@ -214,9 +237,17 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
         out = packed_attention(q, k, v, valid.astype(jnp.int32), config.attention, window=kinds[layer].window)
         return out.reshape(rows * length, *q.shape[2:])
 
+    def attend_linearly(layer, inputs):
+        qkv, log_decay, beta = (x.reshape(rows, length, -1) for x in (inputs.qkv, inputs.log_decay, inputs.beta))
+        inputs = LinearInputs(qkv, inputs.conv, log_decay, beta)
+        out, state = prefill_linear_attention(config, inputs, all_but_last)
+        states.append(state)
+        return out.reshape(rows * length, *out.shape[2:])
+
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), valid.reshape(-1), attend)
-    return KVCache(tuple(keys), tuple(values), length, config.layer_windows)
+    mixers = {"layers": attend, "linear_layers": attend_linearly}
+    _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), valid.reshape(-1), mixers)
+    return KVCache(tuple(keys), tuple(values), tuple(states), length, config.attention_windows)
 
 
 def _last_tokens(x: Float[Array, "Q L K D"], valid: Bool[Array, "Q L"], window: int) -> Float[Array, "Q W K D"]:
@@ -250,19 +281,26 @@ def decode(
       A tuple of the float32 logits [V, B] and the updated cache.
     """
     rows = jnp.arange(len(tokens))
-    keys, values = list(cache.k), list(cache.v)
+    keys, values, states = list(cache.k), list(cache.v), list(cache.linear)
 
     def attend(layer, q, k, v):
-        size = keys[layer].shape[3]
-        index = positions % size if cache.windows[layer] else positions
-        keys[layer] = keys[layer].at[rows, :, :, index].set(k)
-        values[layer] = values[layer].at[rows, :, index].set(v)
+        _, i = config.places[layer]
+        size = keys[i].shape[3]
+        index = positions % size if cache.windows[i] else positions
+        keys[i] = keys[i].at[rows, :, :, index].set(k)
+        values[i] = values[i].at[rows, :, index].set(v)
         # After `size` tokens, all stored tokens are in the window.
-        return cached_attention(q, keys[layer], values[layer], jnp.arange(size)[None] <= positions[:, None])
+        return cached_attention(q, keys[i], values[i], jnp.arange(size)[None] <= positions[:, None])
 
-    x = _hidden_states(config, weights, tokens, positions, active, attend)
+    def attend_linearly(layer, inputs):
+        _, i = config.places[layer]
+        out, states[i] = decode_linear_attention(config, inputs, states[i])
+        return out
+
+    mixers = {"layers": attend, "linear_layers": attend_linearly}
+    x = _hidden_states(config, weights, tokens, positions, active, mixers)
     logits = jnp.matmul(weights["head"], x.T, preferred_element_type=jnp.float32)
-    return logits, dataclasses.replace(cache, k=tuple(keys), v=tuple(values))
+    return logits, dataclasses.replace(cache, k=tuple(keys), v=tuple(values), linear=tuple(states))
 
 
 def _hidden_states(
@@ -271,12 +309,11 @@ def _hidden_states(
     tokens: Int[Array, " M"],
     positions: Int[Array, " M"],
     valid: Bool[Array, " M"],
-    attend: Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array],
+    mixers: Mapping[str, Callable[..., jax.Array]],
 ) -> Float[Array, "M D"]:
     """Returns the final hidden states. Those of tokens that are not `valid` are undefined.
 
-    `attend(layer, q, k, v)` maps queries [M, num_heads, head_dim], and keys and values [M, num_kv_heads, head_dim], to
-    an array of the shape of the queries.
+    `mixers` contains the functions `attend` of `run_layer` by stack. Their first argument is the number of the layer.
     """
 
     def select(routing):
@@ -285,6 +322,6 @@ def _hidden_states(
     rotations, kinds = make_rotations(config, positions), layer_kinds(config)
     x = constrain_sharding(embed(config, weights["head" if config.tie_word_embeddings else "embed"], tokens), ROWS)
     for layer, (own, kind) in enumerate(zip(weights["layers"], kinds, strict=True)):
-        rotation = rotations[kind.rope]
-        x = run_layer(config, _LayerWeights(config, own), x, rotation, functools.partial(attend, layer), select)
+        attend = functools.partial(mixers[config.places[layer][0]], layer)
+        x = run_layer(config, _LayerWeights(config, own), x, rotations[kind.rope], attend, select)
     return normalize(config, x, weights["norm"])

@@ -17,7 +17,7 @@ from poly_epo_jax.parallel.mesh import RULES
 
 def layer_weights(config: ModelConfig) -> int:
     """Returns the number of elements of the matrices of all layers. Norms and biases are negligible and not counted."""
-    return sum(size for path, size in matrix_sizes(config).items() if path.startswith("layers."))
+    return sum(size for path, size in matrix_sizes(config).items() if is_of_layers(path))
 
 
 def active_weights(config: ModelConfig) -> int:
@@ -25,7 +25,12 @@ def active_weights(config: ModelConfig) -> int:
 
     Of the experts of a layer, only those that the router selects for the token count.
     """
-    return sum(size for path, size in active_sizes(config).items() if path.startswith("layers."))
+    return sum(size for path, size in active_sizes(config).items() if is_of_layers(path))
+
+
+def is_of_layers(path: str) -> bool:
+    """Returns True if the path of a weight is that of a stack of layers."""
+    return "layers." in path
 
 
 def total_weights(config: ModelConfig) -> int:
@@ -53,7 +58,7 @@ def active_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def weights_per_device(
-    config: ModelConfig, mesh: Mapping[str, int], gathered: Sequence[str] = (), prefix: str = ""
+    config: ModelConfig, mesh: Mapping[str, int], gathered: Sequence[str] = (), of_layers: bool = False
 ) -> int:
     """Returns the number of elements of the model's matrices on each device of a mesh.
 
@@ -61,9 +66,9 @@ def weights_per_device(
       config: Model configuration.
       mesh: Size of each mesh axis.
       gathered: Mesh axes over which the matrices are not sharded.
-      prefix: Prefix of the paths of the matrices to count.
+      of_layers: Whether only the matrices of layers are counted.
     """
-    sizes = {path: size for path, size in matrix_sizes(config).items() if path.startswith(prefix)}
+    sizes = {path: size for path, size in matrix_sizes(config).items() if is_of_layers(path) or not of_layers}
     return _elements_per_device(config, sizes, {**mesh, **dict.fromkeys(gathered, 1)})
 
 
@@ -85,7 +90,8 @@ def forward_flops(
     """Returns the FLOPs of a forward pass over S sequences. A backward pass of all weights takes twice as many.
 
     The head is counted for response tokens only. Attention counts two matmuls over the head dimension for each pair of
-    a query and a key at the same or an earlier position of its sequence, within the window of the layer.
+    a query and a key at the same or an earlier position of its sequence, within the window of the layer. Linear
+    attention counts three products of the state of each value head and a vector for each token.
 
     Args:
       config: Model configuration.
@@ -102,12 +108,19 @@ def forward_flops(
         return float((lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2).sum())
 
     matrices = 2 * (active_weights(config) + sum(adapter_sizes(config).values())) * lengths.sum()
-    attention = 4 * config.num_heads * config.head_dim * sum(map(pairs, config.layer_windows))
+    attention = 4 * config.num_heads * config.head_dim * sum(map(pairs, config.attention_windows))
+    attention += 6 * linear_state_values(config) * lengths.sum()
     return float(matrices + attention + 2 * config.vocab_size * config.hidden_size * response_lengths.sum())
 
 
+def linear_state_values(config: ModelConfig) -> int:
+    """Returns the number of elements of the states of all layers with linear attention of one sequence."""
+    heads = config.linear_value_heads * config.linear_key_dim * config.linear_value_dim
+    return heads * len(config.stacks.get("linear_layers", ()))
+
+
 def cache_bytes(config: ModelConfig, lengths: int | Int[np.ndarray, " S"], value_bytes: int) -> int:
-    """Returns the bytes of the cached keys and values of one or several sequences in all layers.
+    """Returns the bytes of the cached keys, values and states of one or several sequences in all layers.
 
     Args:
       config: Model configuration.
@@ -117,9 +130,10 @@ def cache_bytes(config: ModelConfig, lengths: int | Int[np.ndarray, " S"], value
     Returns:
       The number of bytes.
     """
-    layers = collections.Counter(config.layer_windows).items()
+    layers = collections.Counter(config.attention_windows).items()
     tokens = sum(count * int(np.minimum(lengths, window or lengths).sum()) for window, count in layers)
-    return 2 * tokens * config.num_kv_heads * config.head_dim * value_bytes
+    state_bytes = 4 * linear_state_values(config)
+    return 2 * tokens * config.num_kv_heads * config.head_dim * value_bytes + np.size(lengths) * state_bytes
 
 
 def trained_sizes(config: Config, model_config: ModelConfig) -> dict[str, int]:

@@ -65,7 +65,8 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
     content = read_object(file, "create or download the model folder again")
     if content.get("model_type") in VISION_WRAPPERS:
         _check_value(file, "text_config", content.get("text_config"), Mapping)
-        content = {"model_type": VISION_WRAPPERS[content["model_type"]]} | content["text_config"]
+        tied = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
+        content = tied | content["text_config"] | {"model_type": VISION_WRAPPERS[content["model_type"]]}
     written = {key: value for key, value in content.items() if value is not None}
     family = str(written.get("model_type"))
     if family not in ARCHITECTURES:
@@ -271,8 +272,10 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
     for path, param in declared_weights(without_adapter(config)).items():
         weight = weights[path]
         num_stacked = weight.name.count("{}")  # Axes of layers and experts.
+        layers = config.stacks.get(path.partition(".")[0], ())
         for index in itertools.product(*map(range, param.shape[:num_stacked])):
-            tensors[weight.name.format(*index)] = Tensor(weight, path, index, param.shape[num_stacked:])
+            name = weight.name.format(*(layers[i] for i in index[:1]), *index[1:])
+            tensors[name] = Tensor(weight, path, index, param.shape[num_stacked:])
     return tensors
 
 

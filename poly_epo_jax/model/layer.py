@@ -4,9 +4,10 @@ Activations are [*tokens, features]: packed rows [B, T, D] in training, single t
 layer reads its weights through `LayerWeights` and the other tokens through `attend`, so its callers choose the layout
 of the weights (sharded stacks with adapters, or separate arrays of each layer) and the source of the keys and values.
 
-Families differ in the weights that a layer has: `run_layer` omits norms and biases that are absent. The shape of the
-weight of a norm selects the normalized values: [head_dim] for each head, [heads, head_dim] for all heads together. The
-layers of a model have the same weights and differ only in numbers (`LayerKind`).
+Families differ in the weights that a layer has: `run_layer` omits norms and biases that are absent, and computes linear
+attention if the layer has the weights of its convolution. The shape of the weight of a norm selects the normalized
+values: [head_dim] for each head, [heads, head_dim] for all heads together. Layers with the same weights differ only in
+numbers (`LayerKind`).
 """
 
 import functools
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.experts import Routing, route
+from poly_epo_jax.model.linear_attention import LinearInputs
 from poly_epo_jax.model.rope import Rope, Rotation, make_rotation, rotate
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True)}
@@ -37,7 +39,7 @@ class LayerWeights(Protocol):
         ...
 
     def vector(self, name: str) -> jax.Array:
-        """Returns the weight of a norm or router, or a bias, in the compute type."""
+        """Returns the weight of a norm, router or convolution, or a bias, in the compute type."""
         ...
 
     def project(self, x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
@@ -50,7 +52,7 @@ class LayerWeights(Protocol):
 
 
 class LayerKind(NamedTuple):
-    """Numbers in which the layers of a model differ. They may be traced, so that a scan can pass them to layers.
+    """Numbers in which layers with the same weights differ. They may be traced, so that a scan can pass them to layers.
 
     Attributes:
       window: Number of tokens that a token sees, including itself. 0, which is never traced, disables the window.
@@ -93,7 +95,7 @@ def run_layer(
     weights: LayerWeights,
     x: Float[Array, "*M D"],
     rotation: Rotation,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[..., jax.Array],
     select: Callable[[Routing], Routing] = lambda routing: routing,
 ) -> Float[Array, "*M D"]:
     """Applies a layer to the residual stream.
@@ -104,7 +106,8 @@ def run_layer(
       x: Residual stream.
       rotation: Rotary angles of the tokens.
       attend: Function of rotated queries [*tokens, num_heads, head_dim], rotated keys and values [*tokens,
-        num_kv_heads, head_dim] that returns an array of the shape of the queries.
+        num_kv_heads, head_dim] that returns an array of the shape of the queries. In a layer with linear attention,
+        function of LinearInputs that returns [*tokens, linear_value_heads, linear_value_dim].
       select: Function of the routing of the tokens, if the layer has experts, that returns the routing to apply.
 
     Returns:
@@ -114,15 +117,31 @@ def run_layer(
     def norm(x: jax.Array, name: str) -> jax.Array:
         return normalize(config, x, weights.vector(name)) if name in weights else x
 
-    def heads(h: jax.Array, name: str) -> jax.Array:
-        y, bias = weights.project(h, name), f"{name}_bias"
-        return norm(y + _like(weights.vector(bias), y) if bias in weights else y, f"{name}_norm")
+    def attention(h: jax.Array) -> jax.Array:
+        q, k, v = (weights.project(h, name) for name in ("q", "k", "v"))
+        q, gate = jnp.split(q, 2, axis=-1) if config.gated_attention else (q, None)
+        q, k, v = (
+            norm(y + _like(weights.vector(bias), y) if (bias := f"{name}_bias") in weights else y, f"{name}_norm")
+            for name, y in (("q", q), ("k", k), ("v", v))
+        )
+        if config.query_size not in (0, config.head_dim):
+            q = q * (config.head_dim / config.query_size) ** 0.5  # Attention divides by the root of head_dim.
+        attended = attend(rotate(q, rotation), rotate(k, rotation), v)
+        return attended if gate is None else attended * jax.nn.sigmoid(gate)
+
+    def linear_attention(h: jax.Array) -> jax.Array:
+        def vector(name: str) -> jax.Array:
+            return _like(weights.vector(name).astype(jnp.float32), h)
+
+        step = weights.project(h, "time_step").astype(jnp.float32) + vector("time_step_bias")
+        log_decay = -jnp.exp(vector("log_decay_rate")) * jax.nn.softplus(step)
+        beta = jax.nn.sigmoid(weights.project(h, "beta"))
+        y = attend(LinearInputs(weights.project(h, "qkv"), weights.vector("conv"), log_decay, beta))
+        y = rms_norm(y, weights.vector("value_norm"), config.norm_eps)
+        return (y * jax.nn.silu(weights.project(h, "output_gate").astype(jnp.float32))).astype(h.dtype)
 
     h = norm(x, "attention_norm")
-    q, k, v = (heads(h, name) for name in ("q", "k", "v"))
-    if config.query_size not in (0, config.head_dim):
-        q = q * (config.head_dim / config.query_size) ** 0.5  # Attention divides by the root of head_dim.
-    attended = attend(rotate(q, rotation), rotate(k, rotation), v)
+    attended = linear_attention(h) if "conv" in weights else attention(h)
     x = x + norm(weights.project(attended, "o"), "attention_post_norm")
     h = norm(x, "mlp_norm")
     if config.num_experts:

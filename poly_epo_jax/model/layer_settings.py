@@ -4,13 +4,14 @@ Readers map the content of config.json, in which a value may be None, to fields 
 inverse, and write the keys of both transformers 4 and 5.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.rope import Rope, read_rope, write_rope
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def read_uniform(written: Mapping[str, Any], theta: float = 1e4) -> dict[str, Any]:
@@ -153,6 +154,42 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": config.query_size,
         "hidden_act": None,
         "hidden_activation": config.activation,
+    }
+
+
+def read_linear(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the layers of Qwen3.5, of which some have linear attention, and the fraction of each head that is rotated.
+
+    The positions of text are equal in all sections of the rotated elements, so `mrope_section` has no effect.
+    """
+    num_layers, interval = _number(written, "num_hidden_layers"), written.get("full_attention_interval") or 4
+    types = written.get("layer_types") or [
+        FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)
+    ]
+    rope = dict(written.get("rope_parameters") or written.get("rope_scaling") or {})
+    for key in ("mrope_section", "mrope_interleaved"):
+        rope.pop(key, None)
+    fraction = rope.pop("partial_rotary_factor", None) or written.get("partial_rotary_factor") or 0.25
+    shared = _shared_rope({**written, "rope_scaling": None, "rope_parameters": rope}, 1e4)
+    return {
+        "ropes": (dataclasses.replace(shared, fraction=fraction),),
+        "linear_layers": _compact(
+            [kind == LINEAR for kind in _checked(types, "layer_types", num_layers, (FULL, LINEAR))]
+        ),
+    }
+
+
+def write_linear(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of `read_linear`."""
+    keys, rope = write_uniform(config), config.ropes[0]
+    rotated = int(config.head_dim * rope.fraction) // 2
+    # Servers expect the sections of images, whose sizes have no effect on text.
+    sections = {"mrope_section": [len(range(i, rotated, 3)) for i in range(3)], "mrope_interleaved": True}
+    return keys | {
+        "rope_parameters": keys["rope_parameters"] | sections,
+        "partial_rotary_factor": rope.fraction,
+        "layer_types": [LINEAR if name == "linear_layers" else FULL for name, _ in config.places],
+        "attn_output_gate": config.gated_attention,
     }
 
 

@@ -20,7 +20,7 @@ from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.transformer import init_params
 from poly_epo_jax.types import Params
 
-ADAPTER = r"layers\.\w+_lora_[ab]"
+ADAPTER = r"\w*layers\.\w+_lora_[ab]"
 """Regular expression that matches the paths of adapter weights."""
 
 

@@ -63,11 +63,11 @@ def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, j
     Returns:
       The tensors lora_A [rank, in] and lora_B [out, rank] of each adapted weight of each layer, keyed by name.
     """
-    weights, layers, tensors = ARCHITECTURES[config.family].weights, params["layers"], {}
-    for name in config.lora_targets:
-        for layer in range(config.num_layers):
-            module = PREFIX + weights[f"layers.{name}"].name.removesuffix(".weight").format(layer)
-            a, b = (jnp.asarray(layers[f"{name}_lora_{part}"][layer], jnp.dtype(dtype)) for part in "ab")
+    weights, tensors = ARCHITECTURES[config.family].weights, {}
+    for layer, (stack, index) in enumerate(config.places):
+        for name in (name for name in config.lora_targets if name in params[stack]):
+            module = PREFIX + weights[f"{stack}.{name}"].name.removesuffix(".weight").format(layer)
+            a, b = (jnp.asarray(params[stack][f"{name}_lora_{part}"][index], jnp.dtype(dtype)) for part in "ab")
             tensors[f"{module}.lora_A.weight"] = a.reshape(math.prod(a.shape[:-1]), -1).T
             tensors[f"{module}.lora_B.weight"] = b.reshape(len(b), -1).T
     return tensors
@@ -75,13 +75,19 @@ def peft_tensors(params: Params, config: ModelConfig, dtype: str) -> dict[str, j
 
 def _adapter_config(config: ModelConfig, base: str) -> dict[str, Any]:
     weights = ARCHITECTURES[config.family].weights
+    adapted = [
+        weights[path].name
+        for name in config.lora_targets
+        for stack in config.stacks
+        if (path := f"{stack}.{name}") in weights
+    ]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.lora_rank,
         "lora_alpha": config.lora_scale * config.lora_rank,
-        "target_modules": [weights[f"layers.{name}"].name.split(".")[-2] for name in config.lora_targets],
+        "target_modules": list(dict.fromkeys(name.split(".")[-2] for name in adapted)),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

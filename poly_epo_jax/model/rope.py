@@ -99,14 +99,16 @@ class Rope:
     Attributes:
       theta: Base of the frequencies. 0 disables the rotation, so that the layer has no positions.
       scaling: Scaling of the frequencies, or None.
+      fraction: Fraction of each head that is rotated, from the first element.
     """
 
     theta: float = 1e6
     scaling: Linear | Llama3 | Yarn | None = None
+    fraction: float = 1.0
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of rotary angles, float32 [*tokens, 1, head_dim / 2]."""
+    """Cosines and sines of rotary angles, float32 [*tokens, 1, rotated elements / 2]."""
 
     cos: jax.Array
     sin: jax.Array
@@ -123,7 +125,7 @@ def make_rotation(rope: Rope, head_dim: int, positions: Int[Array, "*M"]) -> Rot
     Returns:
       The angles.
     """
-    half = head_dim // 2
+    half = int(head_dim * rope.fraction) // 2
     frequencies = rope.theta ** (-jnp.arange(half, dtype=jnp.float32) / half) if rope.theta else jnp.zeros(half)
     if rope.scaling is not None:
         frequencies = rope.scaling.scale(frequencies, rope.theta)
@@ -140,15 +142,17 @@ def rotate(x: Float[Array, "*M N D"], rotation: Rotation) -> Float[Array, "*M N 
     """Applies rotary position embeddings, computed in float32.
 
     Args:
-      x: Queries or keys. Element i of the first half of the head is rotated with element i of the second half.
+      x: Queries or keys. Element i of the first half of the rotated elements is rotated with element i of the second
+        half.
       rotation: Rotary angles of the tokens.
 
     Returns:
       The rotated array, in the type of x.
     """
     cos, sin = rotation
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
 def read_rope(key: str, written: Mapping[str, Any], max_position: int) -> Rope:
@@ -196,6 +200,7 @@ def write_rope(rope: Rope) -> dict[str, Any]:
     """Returns the `rope_parameters` of a Hugging Face configuration. Inverse of `read_rope`."""
     kind = next((name for name, scaling in SCALINGS.items() if isinstance(rope.scaling, scaling)), "default")
     parameters = {} if rope.scaling is None else dataclasses.asdict(rope.scaling)
+    parameters["partial_rotary_factor"] = rope.fraction if rope.fraction != 1.0 else None
     return {"rope_type": kind, "rope_theta": rope.theta} | {
         name: value for name, value in parameters.items() if value is not None
     }

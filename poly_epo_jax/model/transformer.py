@@ -6,12 +6,16 @@ the axis sizes, so they define the shape of the weight. Norm weights are an exce
 parallel.mesh.RULES maps the names to mesh axes.
 
 The weights of all layers are stacked, and `jax.lax.scan` applies one compiled layer to each slice. Compile time is
-therefore nearly independent of the depth. `jax.checkpoint` (remat) decides which intermediate arrays of a layer the
-scan keeps for the backward pass, and which arrays the backward pass recomputes.
+therefore nearly independent of the depth. If some layers have linear attention, each kind of layer has its own stack,
+and an iteration of the scan applies one period of layers, such as three with linear attention and one with attention.
+`jax.checkpoint` (remat) decides which intermediate arrays of a layer the scan keeps for the backward pass, and which
+arrays the backward pass recomputes.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax.model.attention import packed_attention
+from poly_epo_jax.model.attention.segments import make_segments
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.experts import Routing, apply_experts, expert_load, without_experts
 from poly_epo_jax.model.layer import (
@@ -32,6 +37,7 @@ from poly_epo_jax.model.layer import (
     run_layer,
     select_rotation,
 )
+from poly_epo_jax.model.linear_attention import packed_linear_attention
 from poly_epo_jax.model.matmul import matmul
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
@@ -56,9 +62,15 @@ layers per iteration, programs that XLA compiles for CPUs copy all gradients in 
 
 
 class Layer(nnx.Module):
-    """Weights of all layers, stacked on axis 0. A slice of it contains the weights that `run_layer` reads."""
+    """Weights of several layers, stacked on axis 0. A slice of it contains the weights that `run_layer` reads.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    Args:
+      config: Configuration of the model. Its number of layers is the number of stacked layers.
+      rngs: Random number generators.
+      is_linear: Whether the layers have linear attention.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, is_linear: bool = False):
         self.config = config
         # With the factor `residual`, the variance of the final residual stream does not grow with the number of layers.
         d, residual = config.hidden_size, (2 * config.num_layers) ** -0.5
@@ -75,10 +87,26 @@ class Layer(nnx.Module):
         if config.post_norm:
             self.attention_post_norm = norm(d)
             self.mlp_post_norm = norm(d)
-        self.q = weight("hidden_size", "num_heads", "head_dim", scale=d**-0.5)
-        self.k = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
-        self.v = weight("hidden_size", "num_kv_heads", "head_dim", scale=d**-0.5)
-        heads_width = config.num_heads * config.head_dim
+        if is_linear:
+            self._add_linear_attention(weight, residual)
+        else:
+            self._add_attention(weight, norm, residual)
+        experts = ("num_experts",) if config.num_experts else ()
+        if experts:
+            self.router = weight("hidden_size", "num_experts", scale=d**-0.5)
+        self.gate = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
+        self.up = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
+        self.down = weight(*experts, "mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
+        for name in filter(self.__contains__, config.lora_targets):
+            for part, param in zip("ab", _adapter(config, rngs, getattr(self, name).axes), strict=True):
+                setattr(self, f"{name}_lora_{part}", param)
+
+    def _add_attention(self, weight: Callable[..., nnx.Param], norm: Callable[[int], nnx.Param], residual: float):
+        config = self.config
+        scale, heads_width = config.hidden_size**-0.5, config.num_heads * config.head_dim
+        self.q = weight("hidden_size", "num_heads", "query_width", scale=scale)
+        self.k = weight("hidden_size", "num_kv_heads", "head_dim", scale=scale)
+        self.v = weight("hidden_size", "num_kv_heads", "head_dim", scale=scale)
         self.o = weight("num_heads", "head_dim", "hidden_size", scale=heads_width**-0.5 * residual)
         if config.joint_qk_norm:
             self.q_norm = _norm(config, ("num_layers", "num_heads", "head_dim"))
@@ -90,15 +118,20 @@ class Layer(nnx.Module):
             self.q_bias = weight("num_heads", "head_dim", scale=0.0)
             self.k_bias = weight("num_kv_heads", "head_dim", scale=0.0)
             self.v_bias = weight("num_kv_heads", "head_dim", scale=0.0)
-        experts = ("num_experts",) if config.num_experts else ()
-        if experts:
-            self.router = weight("hidden_size", "num_experts", scale=d**-0.5)
-        self.gate = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
-        self.up = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
-        self.down = weight(*experts, "mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
-        for name in config.lora_targets:
-            for part, param in zip("ab", _adapter(config, rngs, getattr(self, name).axes), strict=True):
-                setattr(self, f"{name}_lora_{part}", param)
+
+    def _add_linear_attention(self, weight: Callable[..., nnx.Param], residual: float):
+        config, heads, head_dim = self.config, "linear_value_heads", "linear_value_dim"
+        scale, heads_width = config.hidden_size**-0.5, config.linear_value_heads * config.linear_value_dim
+        self.qkv = weight("hidden_size", "linear_channels", scale=scale)
+        self.output_gate = weight("hidden_size", heads, head_dim, scale=scale)
+        self.beta = weight("hidden_size", heads, scale=scale)
+        self.time_step = weight("hidden_size", heads, scale=scale)
+        self.time_step_bias = weight(heads, scale=0.0)
+        self.log_decay_rate = weight(heads, scale=0.0)
+        self.conv = weight("conv_size", "linear_channels", scale=config.conv_size**-0.5)
+        # The offset of other norms does not apply to this weight.
+        self.value_norm = nnx.Param(weight(head_dim, scale=0.0)[...] + 1, axes=("num_layers", head_dim))
+        self.o = weight(heads, head_dim, "hidden_size", scale=heads_width**-0.5 * residual)
 
     def __contains__(self, name: str) -> bool:
         """Returns True if the layer has this weight."""
@@ -129,7 +162,9 @@ class Transformer(nnx.Module):
         self.config = config
         axes, scale = ("vocab_size", "hidden_size"), config.hidden_size**-0.5
         self.embed = _weight(config, rngs, axes, scale)
-        self.layers = Layer(config, rngs)
+        for name, numbers in config.stacks.items():
+            stacked = dataclasses.replace(config, num_layers=len(numbers))
+            setattr(self, name, Layer(stacked, rngs, name == "linear_layers"))
         self.norm = _norm(config, ("norm",), (config.hidden_size,))
         if not config.tie_word_embeddings:
             self.untied_head = _weight(config, rngs, axes, scale)
@@ -172,14 +207,13 @@ class Transformer(nnx.Module):
           has no statistics.
         """
         config = self.config
-        layer_def, weights = nnx.split(self.layers)
+        split = {name: nnx.split(getattr(self, name)) for name in config.stacks}
         rotations, kinds = make_rotations(config, positions), layer_kinds(config)
         # Only numbers in which layers differ are scanned. The others are constants of the compiled program.
         columns = zip(LayerKind._fields, zip(*kinds, strict=True), strict=True)
         varying = {name: jnp.asarray(column, jnp.int32) for name, column in columns if len(set(column)) > 1}
 
-        def step(x, layer):
-            weights, numbers = layer
+        def layer(stack, x, weights, numbers):
             kind, loads = kinds[0]._replace(**numbers), {}
 
             def select(routing):
@@ -191,16 +225,51 @@ class Transformer(nnx.Module):
                 longest = config.max_sequence_tokens
                 return packed_attention(q, k, v, segment_ids, config.attention, longest, positions, kind.window)
 
+            def attend_linearly(inputs):
+                return packed_linear_attention(config, inputs, make_segments(segment_ids).first)
+
             rotation = select_rotation(rotations, kind.rope)
-            x = run_layer(config, nnx.merge(layer_def, weights), x, rotation, attend, select)
+            mix = attend_linearly if stack == "linear_layers" else attend
+            x = run_layer(config, nnx.merge(split[stack][0], weights), x, rotation, mix, select)
             return constrain_sharding(x, ROWS), loads
 
         if config.remat != "none":
-            step = jax.checkpoint(step, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False, static_argnums=0)
+        period = [name for name, _ in config.places[: config.period]]
+
+        def step(x, scanned):
+            """Applies the layers of one period."""
+            weights, numbers = scanned
+            weights = {name: iter(_layers(config, own, period.count(name))) for name, own in weights.items()}
+            loads = []
+            for name, own_numbers in zip(period, _layers(config, numbers, len(period)), strict=True):
+                x, own_loads = layer(name, x, next(weights[name]), own_numbers)
+                loads.append(own_loads)
+            return x, loads
+
         x = constrain_sharding(embed(config, self.embed[...], tokens), ROWS)
         unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
-        x, loads = jax.lax.scan(step, x, (weights, varying), unroll=unroll)
-        return normalize(config, x, self.norm[...].astype(config.dtype)), jax.tree.map(jnp.mean, loads)
+        scanned = _by_period(config, ({name: weights for name, (_, weights) in split.items()}, varying))
+        x, loads = jax.lax.scan(step, x, scanned, unroll=-(-unroll // len(period)))
+        loads = jax.tree.map(lambda *each: jnp.mean(jnp.stack(each)), *loads)
+        return normalize(config, x, self.norm[...].astype(config.dtype)), loads
+
+
+def _by_period(config: ModelConfig, tree: Any) -> Any:
+    """Splits arrays [layers, ...] into periods: [periods, layers per period, ...], or [periods, ...] for one layer."""
+    if config.period == 1:
+        return tree
+    periods = config.num_layers // config.period
+    return jax.tree.map(lambda x: x.reshape(periods, -1, *x.shape[1:]), tree)
+
+
+def _layers(config: ModelConfig, tree: Any, count: int) -> list[Any]:
+    """Returns one tree for each of the `count` layers of a period, see `_by_period`."""
+    if config.period == 1:
+        return [tree]
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [jax.lax.split(x, [1] * count) for x in leaves]  # The gradient of the parts is one concatenation.
+    return [structure.unflatten([part[i][0] for part in parts]) for i in range(count)]
 
 
 def abstract_model(config: ModelConfig) -> Transformer:

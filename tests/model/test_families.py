@@ -89,6 +89,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         by_type({"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6})
         | {"head_dim": 12, "query_pre_attn_scalar": 20},
     ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 3,
+            # The norm of outputs close to 0 would amplify rounding errors a thousandfold.
+            "rms_norm_eps": 1e-2,
+        },
+    ),
 }
 """Name of the family's classes in transformers, and settings of a small model, by case."""
 
@@ -107,13 +122,14 @@ class Case(NamedTuple):
 
 
 def random_transformer(name: str, settings: dict[str, Any]) -> Any:
-    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5") else f"{name}Config")
     model = getattr(transformers, f"{name}ForCausalLM")(config_class(**SHAPES, **settings))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            parameter.mul_(parameter.ndim == 1).add_(scale * torch.randn(parameter.shape, generator=generator))
+            mean = parameter if parameter.ndim == 1 and not path.endswith("A_log") else 0  # A_log is random.
+            parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
 

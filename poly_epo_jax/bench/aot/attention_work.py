@@ -43,7 +43,7 @@ def kernel_flops(config: ModelConfig, segment_ids: Int[np.ndarray, "R T"], heads
 
 
 def kernel_pairs(config: ModelConfig, segment_ids: Int[np.ndarray, "R T"], kernel: str) -> float:
-    """Counts the query-key pairs in all blocks that a kernel computes, on average over the layers.
+    """Counts the query-key pairs in all blocks that a kernel computes, on average over the layers with attention.
 
     Args:
       config: Configuration of the model, which defines the windows of the layers.
@@ -56,8 +56,9 @@ def kernel_pairs(config: ModelConfig, segment_ids: Int[np.ndarray, "R T"], kerne
     block = next((block for name, block in BLOCKS.items() if kernel.startswith(name)), None)
     if block is None:
         return 0.0
-    counts = collections.Counter(config.layer_windows).items()
-    return sum(count * visited_pairs(segment_ids, *block, window) for window, count in counts) / config.num_layers
+    counts = collections.Counter(config.attention_windows)
+    visited = (count * visited_pairs(segment_ids, *block, window) for window, count in counts.items())
+    return sum(visited) / max(counts.total(), 1)
 
 
 def visited_pairs(segment_ids: Int[np.ndarray, "R T"], query_block: int, key_block: int, window: int = 0) -> int:

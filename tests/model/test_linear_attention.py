@@ -1,0 +1,94 @@
+"""Compares linear attention with the recurrence of its definition, in float64, token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from poly_epo_jax.model import linear_attention
+from poly_epo_jax.model.linear_attention import CHUNK, delta_step, packed_delta_rule
+
+KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 6, 5, 7
+
+
+def random_inputs(rows: int, length: int, decay: float = 1.0) -> tuple[np.ndarray, ...]:
+    """Returns queries, keys of norm 1, values, logarithms of decays, and betas."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, rows, length, KEY_HEADS, KEY_DIM))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = rng.standard_normal((rows, length, HEADS, VALUE_DIM))
+    return q, k, v, -decay * rng.exponential(size=v.shape[:3]), rng.uniform(size=v.shape[:3])
+
+
+def recurrence(q, k, v, log_decay, beta, first):
+    """The equations of the module, for each row and head in turn."""
+    y, memory = np.zeros(v.shape), np.zeros((len(v), HEADS, KEY_DIM, VALUE_DIM))
+    for row, token, head in np.ndindex(*v.shape[:3]):
+        query, key = (x[row, token, head * KEY_HEADS // HEADS] for x in (q, k))
+        s = memory[row, head] * np.exp(log_decay[row, token, head]) * (first[row, token] < token)
+        s = s + beta[row, token, head] * np.outer(key, v[row, token, head] - s.T @ key)
+        memory[row, head], y[row, token, head] = s, s.T @ query
+    return y, memory
+
+
+def segment_starts(*lengths: int) -> np.ndarray:
+    starts = np.cumsum((0, *lengths[:-1]))
+    return np.repeat(starts, lengths)
+
+
+# The error of a decay is the rounding error of the sum of its logarithms over a chunk, 64 x 30 x 1.2e-7.
+@pytest.mark.parametrize(("decay", "atol"), [(0.01, 1e-5), (1.0, 1e-5), (30.0, 2.3e-4)])
+def test_packed_rows_equal_the_recurrence(decay, atol):
+    """Segments are shorter and longer than a chunk, and begin within and at the beginning of one."""
+    first = np.stack(
+        [segment_starts(10, CHUNK - 10, 2 * CHUNK, 5, 31), segment_starts(2 * CHUNK + 3, 60, CHUNK + 37)[:228]]
+    )
+    inputs = random_inputs(*first.shape, decay)
+    y, memory = jax.jit(packed_delta_rule)(*(jnp.asarray(x, jnp.float32) for x in inputs), jnp.asarray(first))
+    expected, last = recurrence(*inputs, first)
+    np.testing.assert_allclose(y, expected, atol=atol)
+    np.testing.assert_allclose(memory, last, atol=atol)
+
+
+def test_gradients_equal_those_of_single_tokens():
+    first = segment_starts(CHUNK + 9, 40)[None]
+    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(*first.shape)]
+
+    def by_token(q, k, v, log_decay, beta):
+        def step(memory, token):
+            *rest, is_first = token
+            y, memory = delta_step(*rest, jnp.where(is_first, 0, memory))
+            return memory, y
+
+        tokens = [x.swapaxes(0, 1) for x in (q, k, v, log_decay, beta)]
+        is_first = jnp.asarray(first[0] == np.arange(first.shape[1]))
+        return jax.lax.scan(step, jnp.zeros((1, HEADS, KEY_DIM, VALUE_DIM)), (*tokens, is_first))[1].swapaxes(0, 1)
+
+    def packed(*inputs):
+        return packed_delta_rule(*inputs, jnp.asarray(first))[0]
+
+    def gradient(function):
+        return jax.jit(jax.grad(lambda *inputs: jnp.sin(function(*inputs)).sum(), argnums=range(5)))(*inputs)
+
+    for found, expected in zip(gradient(packed), gradient(by_token), strict=True):
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_equal_keys_do_not_lose_precision():
+    """With equal keys and betas near 2/3, products of the triangular systems of a chunk would grow exponentially."""
+    q, k, v, log_decay, beta = random_inputs(1, CHUNK)
+    k, beta, first = np.broadcast_to(k[:, :1], k.shape), 0.2 * beta + 0.7, np.zeros((1, CHUNK), int)
+    y, _ = packed_delta_rule(*(jnp.asarray(x, jnp.float32) for x in (q, k, v, 0 * log_decay, beta)), jnp.asarray(first))
+    np.testing.assert_allclose(y, recurrence(q, k, v, 0 * log_decay, beta, first)[0], atol=2e-5)
+
+
+def test_convolution_stays_within_segments():
+    rng = np.random.default_rng(0)
+    x, weight, first = rng.standard_normal((1, 9, 4)), rng.standard_normal((3, 4)), segment_starts(1, 5, 3)[None]
+    expected = np.zeros(x.shape)
+    for token in range(9):
+        for distance in range(min(3, token - first[0, token] + 1)):
+            expected[0, token] += weight[2 - distance] * x[0, token - distance]
+    found = linear_attention.causal_convolution(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(first))
+    np.testing.assert_allclose(found, expected / (1 + np.exp(-expected)), atol=1e-6)
