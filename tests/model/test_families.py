@@ -97,7 +97,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 6,
+            "linear_key_head_dim": 16,
             "linear_value_head_dim": 10,
             "linear_conv_kernel_dim": 3,
             # The norm of outputs close to 0 would amplify rounding errors a thousandfold.
@@ -275,9 +275,13 @@ def test_results_do_not_depend_on_the_mesh(case):
     params = jax.device_put(case.params, param_shardings(abstract_model(case.config), mesh))
     gradients = loss_gradients(case.config, case.params, row)
     with jax.set_mesh(mesh):
-        assert_close(loss_gradients(case.config, params, row), gradients, 1e-5)
+        found = loss_gradients(case.config, params, row)
         tiled = logits_of(case.config, params, row)
     np.testing.assert_allclose(tiled[0], logits_of(case.config, case.params, packed_row())[0], atol=1e-5)
+    for name in ("log_decay_rate", "time_step_bias"):
+        # The terms of these sums over tokens almost cancel: weights that differ by 1e-7 change the sums by 2e-5.
+        assert_close(*(x.get("linear_layers", {}).pop(name, ()) for x in (found, gradients)), 5e-5)
+    assert_close(found, gradients, 1e-5)
 
 
 @pytest.fixture(scope="module")
