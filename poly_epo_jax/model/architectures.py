@@ -340,7 +340,15 @@ QWEN3_5_TEXT = dataclasses.replace(
         "attn_output_gate": lambda present: not present,
         "hidden_act": lambda name: name != "silu",
     },
-    defaults=LLAMA.defaults | {"head_dim": 256},
+    defaults=LLAMA.defaults
+    | {
+        "head_dim": 256,
+        "linear_key_heads": 16,
+        "linear_value_heads": 32,
+        "linear_key_dim": 128,
+        "linear_value_dim": 128,
+        "conv_size": 4,
+    },
     read=read_linear,
     write=write_linear,
 )

@@ -65,8 +65,8 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
     content = read_object(file, "create or download the model folder again")
     if content.get("model_type") in VISION_WRAPPERS:
         _check_value(file, "text_config", content.get("text_config"), Mapping)
-        tied = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
-        content = tied | content["text_config"] | {"model_type": VISION_WRAPPERS[content["model_type"]]}
+        of_both = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
+        content = content["text_config"] | of_both | {"model_type": VISION_WRAPPERS[content["model_type"]]}
     written = {key: value for key, value in content.items() if value is not None}
     family = str(written.get("model_type"))
     if family not in ARCHITECTURES:

@@ -103,14 +103,16 @@ def language_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTen
 
     Args:
       tensors: All tensors of a folder. If it contains a vision model, the names of the language model's tensors begin
-        with `language_model.` in transformers 4, and with `model.language_model.` in transformers 5.
+        with `language_model.` in transformers 4, and with `model.language_model.` in transformers 5. Tensors `mtp.`,
+        which predict further tokens in Qwen3.5, are omitted.
     """
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     if not any("language_model." in name for name in tensors):
-        return dict(tensors)
+        return tensors
     renamed = {
         re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name): tensor
         for name, tensor in tensors.items()
-        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name)
+        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.", name)
     }
     return {name.removeprefix("language_model."): tensor for name, tensor in renamed.items()}
 

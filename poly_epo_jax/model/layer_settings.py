@@ -161,6 +161,9 @@ def read_linear(written: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the layers of Qwen3.5, of which some have linear attention, and the fraction of each head that is rotated.
 
     The positions of text are equal in all sections of the rotated elements, so `mrope_section` has no effect.
+
+    Raises:
+      ValueError: If the fraction is invalid, or if the numbers of heads of linear attention do not match.
     """
     num_layers, interval = _number(written, "num_hidden_layers"), written.get("full_attention_interval") or 4
     types = written.get("layer_types") or [
@@ -169,7 +172,13 @@ def read_linear(written: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(written.get("rope_parameters") or written.get("rope_scaling") or {})
     for key in ("mrope_section", "mrope_interleaved"):
         rope.pop(key, None)
-    fraction = rope.pop("partial_rotary_factor", None) or written.get("partial_rotary_factor") or 0.25
+    key = "partial_rotary_factor"
+    fraction = rope.pop(key, None) or written.get(key) or 0.25
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ValueError(f"{key}={fraction!r} must be a number greater than 0 and at most 1; correct it.")
+    heads = [_number(written, f"linear_num_{kind}_heads", count) for kind, count in (("key", 16), ("value", 32))]
+    if heads[1] % heads[0]:
+        raise ValueError(f"linear_num_key_heads={heads[0]} must divide linear_num_value_heads={heads[1]}; correct it.")
     shared = _shared_rope({**written, "rope_scaling": None, "rope_parameters": rope}, 1e4)
     return {
         "ropes": (dataclasses.replace(shared, fraction=fraction),),

@@ -442,6 +442,7 @@ def test_the_nearest_mesh_matches_brute_force(num_devices: int):
 def test_errors_suggest_a_valid_mesh():
     """For each invalid mesh of twelve devices, the error message suggests a mesh that is valid."""
     sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 4, "mlp_size": 96, "vocab_size": 60, "num_experts": 4}
+    sizes = dict.fromkeys(RULES, 0) | sizes
     rejected = 0
     for mesh in meshes_of(12):
         if all(sizes[field] % mesh[axis] == 0 for field, axis in RULES.items() if axis):
@@ -458,7 +459,8 @@ def test_errors_suggest_a_valid_mesh():
 
 
 def test_the_nearest_mesh_keeps_the_configured_axes():
-    sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 8, "mlp_size": 96, "vocab_size": 64, "num_experts": 0}
+    sizes = {"hidden_size": 48, "num_heads": 8, "num_kv_heads": 8, "mlp_size": 96, "vocab_size": 64}
+    sizes = dict.fromkeys(RULES, 0) | sizes
     asked = {"data": 1, "fsdp": -1, "tensor": 3, "expert": 1}
     with pytest.raises(ConfigError, match=r"num_heads=8; the nearest .* on 12 devices is data=1, fsdp=6, tensor=2"):
         check_mesh(asked, {"data": 1, "fsdp": 4, "tensor": 3, "expert": 1}, sizes, ROW_TOKENS)

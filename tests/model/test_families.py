@@ -260,6 +260,21 @@ def test_exported_folders(case, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "ours", case.config), case.params)
 
 
+@pytest.mark.slow
+def test_the_folder_of_qwen3_5_contains_a_vision_model(tmp_path):
+    """The language model is read. Whether its head is tied is a setting of the complete model."""
+    text = transformers.Qwen3_5TextConfig(**SHAPES, **FAMILIES["qwen3_5"][1])
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=True)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    read = read_model_config(tmp_path, **FLOAT32)
+    assert read.family == "qwen3_5_text" and read.tie_word_embeddings
+    found = np.asarray(logits_of(read, load_params(tmp_path, read), packed_row()))[0, : sum(LENGTHS)]
+    with torch.no_grad():
+        np.testing.assert_allclose(found, torch.cat(transformer_logits(model)), atol=1e-4)
+
+
 def mesh_of(case: Case, num_devices: int) -> Mesh:
     """Returns a mesh of eight devices or of one. Experts are sharded in place of `data`."""
     if num_devices == 1:

@@ -41,7 +41,9 @@ def assert_trees_equal(found, expected):
 def test_registry_entries_name_exactly_the_weights_of_their_family(family):
     entry = ARCHITECTURES[family]
     experts = {"num_experts": 4, "experts_per_token": 2} if "layers.router" in entry.weights else {}
-    config = dataclasses.replace(SMALL, family=family, **entry.switches, **experts, tie_word_embeddings=False)
+    sizes = [field for field in entry.config_keys if field.startswith(("linear_", "conv_"))]
+    linear = dict.fromkeys(sizes, 2) | ({"linear_layers": (True, False)} if sizes else {})
+    config = dataclasses.replace(SMALL, family=family, **entry.switches, **experts, **linear, tie_word_embeddings=False)
     assert {tensor.path for tensor in hf._tensors(config).values()} == set(entry.weights)
     assert {field.name for field in dataclasses.fields(ModelConfig)} > set(entry.config_keys) | set(entry.switches)
 
@@ -207,12 +209,8 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
     [
         ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; choose a qwen3 or qwen2 or llama or "),
         (
-            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
-            "Qwen3_5ForConditionalGeneration requires gated linear attention",
-        ),
-        (
-            {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]},
-            "Qwen3_5ForCausalLM requires gated linear attention",
+            {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
+            "Qwen3NextForCausalLM requires an expert shared by all tokens",
         ),
         ({"model_type": "gpt_oss", "architectures": None}, "gpt_oss requires attention sinks"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling .*'dynamic'.* is not supported"),
@@ -231,6 +229,13 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
         ({"model_type": "olmo3", "layer_types": ["other"] * 2}, "layer_types=.* must contain 2 values"),
         ({"model_type": "olmo3", "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*; nest it under"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["sliding_attention"] * 2}, "layer_types=.* 2 values .*linear_"),
+        ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate False is not supported"),
+        (
+            {"model_type": "qwen3_5_text", "partial_rotary_factor": 2.0},
+            "partial_rotary_factor=2.0 must be .* at most 1",
+        ),
+        ({"model_type": "qwen3_5_text", "linear_num_key_heads": 5}, "linear_num_key_heads=5 must divide .*=32"),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* is not supported"),
         ({"hidden_size": None}, "'hidden_size'; add it"),
