@@ -257,13 +257,16 @@ def _chunk(carry, scanned):
 
 def _packed(config, inputs, first):
     """Returns the outputs of packed rows, and the state after the last token of each row."""
-    mixed = causal_convolution(inputs.qkv, inputs.conv, first)
+
+    @jax.checkpoint  # Otherwise the backward pass would store a copy of the inputs for each distance.
+    def heads(qkv, conv):
+        return split_heads(config, causal_convolution(qkv, conv, first))
+
     rule = packed_delta_rule
     if not jax.sharding.get_abstract_mesh().empty:
         # The compiler cannot shard the triangular systems. Each device solves those of its local rows and heads.
-        rows, heads = PartitionSpec(ROWS, None), PartitionSpec(ROWS, None, "tensor")
-        rule = jax.shard_map(
-            rule, in_specs=(*[heads] * 5, rows), out_specs=(heads, PartitionSpec(ROWS, "tensor")), check_vma=False
-        )
-    y, memory = rule(*split_heads(config, mixed), inputs.log_decay, inputs.beta.astype(jnp.float32), first)
+        by_rows, by_heads = PartitionSpec(ROWS, None), PartitionSpec(ROWS, None, "tensor")
+        memory = PartitionSpec(ROWS, "tensor")
+        rule = jax.shard_map(rule, in_specs=(*[by_heads] * 5, by_rows), out_specs=(by_heads, memory), check_vma=False)
+    y, memory = rule(*heads(inputs.qkv, inputs.conv), inputs.log_decay, inputs.beta.astype(jnp.float32), first)
     return y.astype(inputs.qkv.dtype), memory

@@ -29,9 +29,10 @@ def decoded(config, params, tokens, cache_length):
     positions, now, active = np.zeros(4, np.int32), np.zeros(4, np.int32), jnp.arange(4) != 2
     for step in range(TOTAL):
         position = np.minimum(np.array(LENGTHS) - 1 + step, TOTAL - 1)
+        is_new = np.array(LENGTHS) - 1 + step < TOTAL  # Rows that are complete repeat their last token.
         positions[rows], now[rows] = position, tokens[np.arange(3), position]
         found, cache = decode(config, weights, jnp.asarray(now), jnp.asarray(positions), active, cache)
-        logits[np.arange(3), position] = np.asarray(found).T[rows]
+        logits[is_new, position[is_new]] = np.asarray(found).T[rows[is_new]]
     return logits
 
 

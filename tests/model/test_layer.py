@@ -27,6 +27,19 @@ FAMILIES = {
     "qwen3": QWEN3,
     "qwen2": dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True),
     "llama": dataclasses.replace(QWEN3, qk_norm=False, tie_word_embeddings=False),
+    "qwen3_5": dataclasses.replace(
+        QWEN3,
+        num_layers=8,
+        ropes=(Rope(fraction=0.5),),
+        gated_attention=True,
+        linear_layers=(True, True, True, False),
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=8,
+        linear_value_dim=5,
+        conv_size=3,
+        norm_eps=1e-2,  # The norm of outputs close to 0 would amplify rounding errors.
+    ),
 }
 LENGTHS = (5, 9, 1)
 ROW = 16  # Tokens per row: the three sequences and one padding token.
@@ -98,18 +111,22 @@ def test_later_tokens_do_not_change_earlier_ones():
 
 
 @pytest.mark.slow
-def test_scanned_and_unrolled_layers_match():
-    params, batch = random_params(QWEN3), pack(*sequences())
-    unrolled = dataclasses.replace(QWEN3, scan_unroll=2)
-    np.testing.assert_allclose(forward(unrolled, params, batch), forward(QWEN3, params, batch), atol=1e-5, rtol=0)
-    assert_trees_close(loss_gradients(unrolled, params, batch), loss_gradients(QWEN3, params, batch), atol=1e-5)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_scanned_and_unrolled_layers_match(name):
+    config = FAMILIES[name]
+    params, batch = random_params(config), pack(*sequences())
+    unrolled = dataclasses.replace(config, scan_unroll=config.num_layers)
+    np.testing.assert_allclose(forward(unrolled, params, batch), forward(config, params, batch), atol=1e-5, rtol=0)
+    assert_trees_close(loss_gradients(unrolled, params, batch), loss_gradients(config, params, batch), atol=1e-5)
 
 
 @pytest.mark.slow
-def test_remat_policies_give_the_same_gradients():
-    params, batch = random_params(QWEN3), pack(*sequences())
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_remat_policies_give_the_same_gradients(name):
+    config = FAMILIES[name]
+    params, batch = random_params(config), pack(*sequences())
     gradients = {
-        policy: loss_gradients(dataclasses.replace(QWEN3, remat=policy), params, batch) for policy in REMAT_POLICIES
+        policy: loss_gradients(dataclasses.replace(config, remat=policy), params, batch) for policy in REMAT_POLICIES
     }
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradients["none"]))
     for policy in REMAT_POLICIES:

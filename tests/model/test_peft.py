@@ -39,10 +39,23 @@ def test_saved_adapters_have_names_shapes_and_config_of_peft(tmp_path):
         save_adapter(tmp_path / "adapter", adapted_params(), ADAPTED, "Qwen/base")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_transformers_with_the_adapter_gives_the_same_logits(tmp_path, family):
+LINEAR = {
+    "num_layers": 4,
+    "linear_layers": (True, False, True, False),
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+    "linear_key_dim": 8,
+    "linear_value_dim": 6,
+    "conv_size": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("qwen3", {}), ("qwen2", {}), ("llama", {}), ("qwen3_5_text", LINEAR)], ids=str
+)
+def test_transformers_with_the_adapter_gives_the_same_logits(tmp_path, family, fields):
     torch = _torch()
-    config = dataclasses.replace(ADAPTED, family=family, **ARCHITECTURES[family].switches, head_dim=4)
+    config = dataclasses.replace(ADAPTED, family=family, **ARCHITECTURES[family].switches, head_dim=4, **fields)
     params = _params(config)
     save_pretrained(tmp_path / "base", split_adapter(config, params)[1], without_adapter(config), dtype="float32")
     save_adapter(tmp_path / "adapter", params, config, str(tmp_path / "base"))
@@ -70,8 +83,12 @@ def _params(config):
     rng = np.random.default_rng(0)
     flat = {path: rng.standard_normal(param.shape) for path, param in declared_weights(config).items()}
     scaled = {path: (1.0 if "norm" in path else 0.0) + 0.3 * noise for path, noise in flat.items()}
-    layers = {path.split(".")[1]: x.astype(np.float32) for path, x in scaled.items() if path.startswith("layers.")}
-    return {path: x.astype(np.float32) for path, x in scaled.items() if "." not in path} | {"layers": layers}
+    params = {path: x.astype(np.float32) for path, x in scaled.items() if "." not in path}
+    for path, x in scaled.items():
+        stack, _, name = path.rpartition(".")
+        if stack:
+            params.setdefault(stack, {})[name] = x.astype(np.float32)
+    return params
 
 
 def _torch():
