@@ -12,6 +12,7 @@ import numpy as np
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.linear_attention import CHUNK
 from poly_epo_jax.model.logprobs import chunk_size
 from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.step.packing import row_tokens
@@ -24,7 +25,8 @@ class LayerArray(NamedTuple):
 
     Attributes:
       name: Description of the array.
-      width: Length of the vectors: width of the residual "stream" or of the "mlp", or all heads of "queries" or "keys".
+      width: Length of the vectors: width of the residual "stream" or of the "mlp", all heads of "queries" or "keys", or
+        the "channels", all heads of "values", or share of the "states" of linear attention.
       split: Whether the array is sharded over the mesh axis `tensor`.
       held: "layer" if a device holds the array during the backward pass of the layer's MLP, and the remat policies
         that save the array of every layer for the backward pass.
@@ -32,8 +34,9 @@ class LayerArray(NamedTuple):
         of "norm" and "qk_norm" are normalized values, which remat=none does not save if an adapter is trained, because
         the norm weights are then frozen. Arrays of "experts" exist in mixtures of experts, which have no arrays of the
         width "mlp". Arrays of "norm" and "post_norm" exist in models that normalize the inputs and the outputs of
-        attention and MLP. Other parts name the weight of a matrix product. If this weight has an adapter, remat=dots
-        also saves the adapter's product.
+        attention and MLP, and arrays of "gated_attention" in models with this attention. Other parts name the weight of
+        a matrix product. If this weight has an adapter, remat=dots also saves the adapter's product.
+      is_float32: Whether the array is float32 with every compute dtype.
     """
 
     name: str
@@ -41,6 +44,7 @@ class LayerArray(NamedTuple):
     split: bool
     held: tuple[str, ...]
     part: str = ""
+    is_float32: bool = False
 
 
 _EACH, _DOTS = ("layer", "none"), ("layer", "none", "dots")
@@ -57,6 +61,25 @@ LAYER_ARRAYS = (
     LayerArray("keys, rotated", "keys", True, _EACH),
     LayerArray("product of v", "keys", True, _DOTS, "v"),
     LayerArray("attention", "queries", True, (*_DOTS, "attention")),
+    LayerArray("gate of the attention", "queries", True, _DOTS, "gated_attention"),
+    LayerArray("sigmoid(gate)", "queries", True, ("none",), "gated_attention"),
+    LayerArray("attention, gated", "queries", True, _EACH, "gated_attention"),
+    LayerArray("product of qkv", "channels", False, _DOTS, "qkv"),
+    *(LayerArray(f"inputs of the convolution, distance {i}", "channels", False, ("layer",)) for i in range(4)),
+    LayerArray("gradient of the convolution", "channels", False, ("layer",), is_float32=True),
+    LayerArray("queries, keys and values", "channels", True, _EACH, is_float32=True),
+    LayerArray("queries, keys and values, gradient", "channels", True, ("layer",), is_float32=True),
+    LayerArray("chunks", "channels", True, ("layer",), is_float32=True),
+    LayerArray("chunks, gradient", "channels", True, ("layer",), is_float32=True),
+    LayerArray("states before chunks", "states", True, _EACH, is_float32=True),
+    LayerArray("output of chunks", "values", True, _EACH),
+    LayerArray("output of linear attention", "values", True, _EACH),
+    LayerArray("output, squared and normalized", "values", True, ("none",)),
+    LayerArray("output, times its norm weight", "values", True, ("none",)),
+    LayerArray("product of output_gate", "values", True, _DOTS, "output_gate"),
+    LayerArray("silu(output gate)", "values", True, ("none",)),
+    LayerArray("output, gated", "values", True, _EACH),
+    LayerArray("output, gated and rounded", "values", True, _EACH),
     LayerArray("product of o", "stream", True, ("dots",), "o"),
     LayerArray("product of o, before its norm", "stream", False, _EACH, "post_norm"),
     LayerArray("input of the MLP", "stream", False, _EACH),
@@ -109,9 +132,12 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     """
     tokens, value_bytes = rows * row_tokens(config), bytes_of(model_config.dtype)
     trained = flops.trained_elements(config, model_config, machine.mesh)
-    kept = model_config.num_layers * layer_values(model_config, machine, model_config.remat) * tokens
+    num_periods, runs = model_config.periods
+    values = (size * layer_values(model_config, machine, model_config.remat, stack) for stack, size in runs)
+    # The inner scans of a period save arrays that the outer scan copies.
+    kept = tokens * sum(values) * (num_periods + (num_periods > 1))
     attention = (
-        model_config.num_layers
+        len(model_config.stacks.get("layers", ()))
         * model_config.hidden_size
         * model_config.head_dim
         * (model_config.num_heads + model_config.num_kv_heads)
@@ -139,20 +165,23 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     return always | max(layer, head, key=lambda terms: sum(terms.values()))
 
 
-def layer_values(model_config: ModelConfig, machine: Machine, holder: str) -> int:
+def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack: str = "layers") -> int:
     """Returns the number of values per token that one device holds for the arrays of one layer.
 
     Args:
       model_config: The model configuration.
       machine: The machine.
       holder: "layer" for the backward pass of the layer's MLP, or the remat policy that saves the arrays.
+      stack: Stack of the layer, a key of `ModelConfig.stacks`.
     """
-    widths = {
-        "stream": model_config.hidden_size,
-        "mlp": model_config.mlp_size,
-        "queries": model_config.num_heads * model_config.head_dim,
-        "keys": model_config.num_kv_heads * model_config.head_dim,
-    }
+    widths = {"stream": model_config.hidden_size, "mlp": model_config.mlp_size}
+    if stack == "linear_layers":
+        all_values = model_config.linear_value_heads * model_config.linear_value_dim
+        widths["channels"], widths["values"] = model_config.linear_channels, all_values
+        widths["states"] = all_values * model_config.linear_key_dim // CHUNK
+    else:
+        widths["queries"] = model_config.num_heads * model_config.head_dim
+        widths["keys"] = model_config.num_kv_heads * model_config.head_dim
     # On TPUs, models with windows use blockwise attention.
     has_kernel = machine.platform == "gpu" or (machine.platform == "tpu" and not any(model_config.windows))
     is_blockwise = model_config.attention == "blockwise" or (model_config.attention == "auto" and not has_kernel)
@@ -160,14 +189,20 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str) -> in
     absent |= {"post_norm"} if not model_config.post_norm else set()
     absent |= {"norm"} if not model_config.pre_norm else set()
     absent |= {"mlp"} if model_config.num_experts else {"experts"}
+    absent |= {"gated_attention"} if not model_config.gated_attention else set()
     if holder == "none" and model_config.lora_targets:
         absent |= {"norm", "qk_norm"} if model_config.qk_norm else {"norm"}
-    held = [array for array in LAYER_ARRAYS if holder in array.held and absent.isdisjoint((array.part, array.width))]
+    present = [array for array in LAYER_ARRAYS if array.width in widths]
+    held = [array for array in present if holder in array.held and absent.isdisjoint((array.part, array.width))]
     if holder == "dots":
         held += [array for array in held if array.part in model_config.lora_targets]
-    split = sum(widths[array.width] for array in held if array.split)
-    replicated = sum(widths[array.width] for array in held if not array.split)
-    return split // machine.mesh["tensor"] + replicated
+    float32_values = FLOAT32_BYTES // _activation_bytes(model_config, machine)
+
+    def values_of(is_split: bool) -> int:
+        arrays = (array for array in held if array.split == is_split)
+        return sum(widths[array.width] * (float32_values if array.is_float32 else 1) for array in arrays)
+
+    return values_of(True) // machine.mesh["tensor"] + values_of(False)
 
 
 def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str, int]:
@@ -208,17 +243,21 @@ def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str
         flops.weights_per_device(model_config, machine.mesh, ("fsdp",), of_layers=True) // model_config.num_layers
         + is_trained * 3 * model_config.hidden_size * model_config.mlp_size // machine.mesh["tensor"]
     )
+    # The gradients of the weights of a period are float32.
+    num_periods = model_config.periods[0]
+    period = flops.weights_per_device(model_config, machine.mesh, of_layers=True) // num_periods
     # The gradients of all local experts are float32.
     experts = 3 * model_config.num_experts * model_config.hidden_size * model_config.mlp_size
     # Each device gathers the inputs of the experts and the gradients of their outputs over `expert`.
     gathered = 2 * (machine.mesh["expert"] - 1) * model_config.hidden_size * tokens
     activations, head = (
-        layer_values(model_config, machine, "layer") * tokens + gathered,
+        sum(layer_values(model_config, machine, "layer", stack) for stack in model_config.stacks) * tokens + gathered,
         model_config.vocab_size * model_config.hidden_size,
     )
     return _terms(
         _Array("layer activations", activations, _activation_bytes(model_config, machine)),
         _Array("layer weights and gradients", weights, value_bytes, is_copied),
+        _Array("layer weights and gradients", period, FLOAT32_BYTES, is_trained and num_periods > 1),
         _Array(
             "layer weights and gradients",
             experts // (machine.mesh["expert"] * machine.mesh["tensor"]),

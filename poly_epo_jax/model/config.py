@@ -131,11 +131,17 @@ class ModelConfig:
         return tuple(places[layer] for layer in range(self.num_layers))
 
     @property
-    def period(self) -> int:
-        """Smallest number of layers, a divisor of `num_layers`, after which the kinds of weights repeat."""
-        is_linear = self._of_layers(self.linear_layers)
-        periods = (n for n in range(1, self.num_layers) if self.num_layers % n == 0)
-        return next((n for n in periods if is_linear == is_linear[:n] * (self.num_layers // n)), self.num_layers)
+    def periods(self) -> tuple[int, tuple[tuple[str, int], ...]]:
+        """Number of periods of the layers, and the runs of each period: a stack and its number of consecutive layers.
+
+        Layers with the same weights are one run. A model that repeats three layers with linear attention and one with
+        attention has the runs (("linear_layers", 3), ("layers", 1)).
+        """
+        names = [name for name, _ in self.places]
+        lengths = (n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0)
+        length = next(n for n in lengths if names == names[:n] * (self.num_layers // n))
+        runs = tuple((name, len(list(run))) for name, run in itertools.groupby(names[:length]))
+        return (self.num_layers // length, runs) if len(runs) > 1 else (1, ((names[0], self.num_layers),))
 
     @property
     def query_width(self) -> int:

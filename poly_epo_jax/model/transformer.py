@@ -6,16 +6,16 @@ the axis sizes, so they define the shape of the weight. Norm weights are an exce
 parallel.mesh.RULES maps the names to mesh axes.
 
 The weights of all layers are stacked, and `jax.lax.scan` applies one compiled layer to each slice. Compile time is
-therefore nearly independent of the depth. If some layers have linear attention, each kind of layer has its own stack,
-and an iteration of the scan applies one period of layers, such as three with linear attention and one with attention.
-`jax.checkpoint` (remat) decides which intermediate arrays of a layer the scan keeps for the backward pass, and which
-arrays the backward pass recomputes.
+therefore nearly independent of the depth. If some layers have linear attention, each kind of layer has its own stack:
+an outer scan applies one period of layers, such as three with linear attention and one with attention, and an inner
+scan each run of equal layers. `jax.checkpoint` (remat) decides which intermediate arrays of a layer the scan keeps for
+the backward pass, and which arrays the backward pass recomputes.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -234,42 +234,54 @@ class Transformer(nnx.Module):
             return constrain_sharding(x, ROWS), loads
 
         if config.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False, static_argnums=0)
-        period = [name for name, _ in config.places[: config.period]]
+            policy = REMAT_POLICIES[config.remat]
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=0)
+        unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
+        num_periods, runs = config.periods
 
-        def step(x, scanned):
-            """Applies the layers of one period."""
-            weights, numbers = scanned
-            weights = {name: iter(_layers(config, own, period.count(name))) for name, own in weights.items()}
+        def period(x, layers):
+            """Applies the layers of one period, with a scan for each run."""
             loads = []
-            for name, own_numbers in zip(period, _layers(config, numbers, len(period)), strict=True):
-                x, own_loads = layer(name, x, next(weights[name]), own_numbers)
+            for (name, size), (weights, numbers) in zip(runs, layers, strict=True):
+
+                def step(x, own, name=name):
+                    return layer(name, x, *own)
+
+                x, own_loads = jax.lax.scan(step, x, (weights, numbers), unroll=min(unroll, size))
                 loads.append(own_loads)
             return x, loads
 
         x = constrain_sharding(embed(config, self.embed[...], tokens), ROWS)
-        unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
-        scanned = _by_period(config, ({name: weights for name, (_, weights) in split.items()}, varying))
-        x, loads = jax.lax.scan(step, x, scanned, unroll=-(-unroll // len(period)))
-        loads = jax.tree.map(lambda *each: jnp.mean(jnp.stack(each)), *loads)
+        own = {name: iter(_split_runs(config, weights, name)) for name, (_, weights) in split.items()}
+        layers = [
+            (next(own[name]), numbers) for (name, _), numbers in zip(runs, _split_runs(config, varying), strict=True)
+        ]
+        x, loads = period(x, layers) if num_periods == 1 else jax.lax.scan(period, x, layers)
+        loads = jax.tree.map(lambda *each: jnp.mean(jnp.concatenate([x.ravel() for x in each])), *loads)
         return normalize(config, x, self.norm[...].astype(config.dtype)), loads
 
 
-def _by_period(config: ModelConfig, tree: Any) -> Any:
-    """Splits arrays [layers, ...] into periods: [periods, layers per period, ...], or [periods, ...] for one layer."""
-    if config.period == 1:
-        return tree
-    periods = config.num_layers // config.period
-    return jax.tree.map(lambda x: x.reshape(periods, -1, *x.shape[1:]), tree)
+def _split_runs(config: ModelConfig, tree: Any, stack: str = "") -> list[Any]:
+    """Splits arrays [layers, ...] into the runs of a period.
 
+    Args:
+      config: Model configuration.
+      tree: Arrays of all layers, or of the layers of a stack.
+      stack: Stack of the layers. If empty, the arrays belong to all layers.
 
-def _layers(config: ModelConfig, tree: Any, count: int) -> list[Any]:
-    """Returns one tree for each of the `count` layers of a period, see `_by_period`."""
-    if config.period == 1:
-        return [tree]
+    Returns:
+      A tree of arrays [periods, size, ...], or [size, ...] if there is one period, for each run.
+    """
+    num_periods, runs = config.periods
+    sizes = [size for name, size in runs if stack in ("", name)]
+    axis = int(num_periods > 1)
+
+    def split(x: jax.Array) -> Sequence[jax.Array]:
+        return jax.lax.split(x.reshape(num_periods, -1, *x.shape[1:]) if axis else x, sizes, axis)
+
     leaves, structure = jax.tree.flatten(tree)
-    parts = [jax.lax.split(x, [1] * count) for x in leaves]  # The gradient of the parts is one concatenation.
-    return [structure.unflatten([part[i][0] for part in parts]) for i in range(count)]
+    parts = [split(x) for x in leaves] if len(sizes) > 1 or axis else [[x] for x in leaves]
+    return [structure.unflatten([part[i] for part in parts]) for i in range(len(sizes))]
 
 
 def abstract_model(config: ModelConfig) -> Transformer:
