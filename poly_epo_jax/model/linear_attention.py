@@ -268,5 +268,6 @@ def _packed(config, inputs, first):
         by_rows, by_heads = PartitionSpec(ROWS, None), PartitionSpec(ROWS, None, "tensor")
         memory = PartitionSpec(ROWS, "tensor")
         rule = jax.shard_map(rule, in_specs=(*[by_heads] * 5, by_rows), out_specs=(by_heads, memory), check_vma=False)
-    y, memory = rule(*heads(inputs.qkv, inputs.conv), inputs.log_decay, inputs.beta.astype(jnp.float32), first)
+    q, k, v = heads(inputs.qkv, inputs.conv)
+    y, memory = rule(q, k, v, inputs.log_decay, inputs.beta.astype(jnp.float32), first)
     return y.astype(inputs.qkv.dtype), memory

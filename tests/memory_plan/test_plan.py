@@ -58,6 +58,7 @@ class Case:
     remat: str
     rank: int = 0
     dtype: str = "bfloat16"
+    is_linear: bool = False  # Three of four layers have linear attention.
 
     def sizes(self) -> dict[str, int]:
         return {**dict.fromkeys(AXES, 1), **dict(zip(AXES, self.mesh, strict=False))}
@@ -67,7 +68,8 @@ class Case:
         return make_mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], sizes["expert"])
 
     def shape(self) -> ModelConfig:
-        return preset_config(self.model, remat=self.remat, dtype=self.dtype, **lora_fields(self.config().lora))
+        shape = preset_config(self.model, remat=self.remat, dtype=self.dtype, **lora_fields(self.config().lora))
+        return dataclasses.replace(shape, **LINEAR) if self.is_linear else shape
 
     def ratio_limits(self) -> tuple[float, float]:
         """Returns limits of the ratio of planned to held bytes. Later jax stores bfloat16 in two bytes on CPUs too."""
@@ -81,6 +83,16 @@ class Case:
         return read_section(Config, config.to_dict())
 
 
+LINEAR: dict[str, Any] = {
+    "num_layers": 8,
+    "gated_attention": True,
+    "linear_layers": (True, True, True, False),
+    "linear_key_heads": 16,
+    "linear_value_heads": 16,
+    "linear_key_dim": 128,
+    "linear_value_dim": 128,
+    "conv_size": 4,
+}
 SMALL = Case("Qwen3-0.6B", (1, 2, 2), 2048, "full")
 LARGE = [
     Case("Qwen3-4B", (1, 4, 1), 16_384, "full"),
@@ -90,6 +102,7 @@ LARGE = [
     Case("Qwen3-8B", (2, 4, 1), 8192, "full"),
     *(Case("Qwen3-0.6B", (1, 1, 1), 4096, remat, dtype="float32") for remat in ("full", "dots", "none")),
     Case("Qwen3-30B-A3B", (1, 2, 1, 4), 4096, "full", dtype="float32"),
+    *(Case("Qwen3-0.6B", (1, 1, 1), 4096, remat, dtype="float32", is_linear=True) for remat in ("full", "dots")),
 ]
 LATER_JAX = jax.__version_info__ > (0, 10, 2)
 
@@ -122,7 +135,8 @@ def test_plan_matches_compiled_programs(case: Case):
         return
     # Compares only the terms that depend on rows, remat and the head.
     temporary = sum(size for name, size in plan.stages["gradient"].items() if name != "sum of gradients")
-    assert temporary == pytest.approx(memory["gradient"].temp_size_in_bytes, rel=0.1)
+    # The plan counts arrays of a layer of each kind, of which the program may reuse a part.
+    assert temporary == pytest.approx(memory["gradient"].temp_size_in_bytes, rel=0.15 if case.is_linear else 0.1)
 
 
 LORA = [

@@ -295,7 +295,8 @@ def test_results_do_not_depend_on_the_mesh(case):
     np.testing.assert_allclose(tiled[0], logits_of(case.config, case.params, packed_row())[0], atol=1e-5)
     for name in ("log_decay_rate", "time_step_bias"):
         # The terms of these sums over tokens almost cancel: weights that differ by 1e-7 change the sums by 2e-5.
-        assert_close(*(x.get("linear_layers", {}).pop(name, ()) for x in (found, gradients)), 5e-5)
+        sums, expected = (x.get("linear_layers", {}).pop(name, ()) for x in (found, gradients))
+        assert_close(sums, expected, 5e-5)
     assert_close(found, gradients, 1e-5)
 
 

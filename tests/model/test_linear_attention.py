@@ -11,16 +11,21 @@ from poly_epo_jax.model.linear_attention import CHUNK, delta_step, packed_delta_
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 6, 5, 7
 
 
-def random_inputs(rows: int, length: int, decay: float = 1.0) -> tuple[np.ndarray, ...]:
+def random_inputs(rows: int, length: int, decay: float = 1.0) -> list[np.ndarray]:
     """Returns queries, keys of norm 1, values, logarithms of decays, and betas."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, rows, length, KEY_HEADS, KEY_DIM))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     v = rng.standard_normal((rows, length, HEADS, VALUE_DIM))
-    return q, k, v, -decay * rng.exponential(size=v.shape[:3]), rng.uniform(size=v.shape[:3])
+    return [q, k, v, -decay * rng.exponential(size=v.shape[:3]), rng.uniform(size=v.shape[:3])]
 
 
-def recurrence(q, k, v, log_decay, beta, first):
+def in_chunks(first: np.ndarray, *inputs: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    q, k, v, log_decay, beta = (jnp.asarray(x, jnp.float32) for x in inputs)
+    return packed_delta_rule(q, k, v, log_decay, beta, jnp.asarray(first))
+
+
+def recurrence(first, q, k, v, log_decay, beta):
     """The equations of the module, for each row and head in turn."""
     y, memory = np.zeros(v.shape), np.zeros((len(v), HEADS, KEY_DIM, VALUE_DIM))
     for row, token, head in np.ndindex(*v.shape[:3]):
@@ -43,34 +48,31 @@ def test_packed_rows_equal_the_recurrence(decay, atol):
     first = np.stack(
         [segment_starts(10, CHUNK - 10, 2 * CHUNK, 5, 31), segment_starts(2 * CHUNK + 3, 60, CHUNK + 37)[:228]]
     )
-    inputs = random_inputs(*first.shape, decay)
-    y, memory = jax.jit(packed_delta_rule)(*(jnp.asarray(x, jnp.float32) for x in inputs), jnp.asarray(first))
-    expected, last = recurrence(*inputs, first)
+    inputs = random_inputs(len(first), first.shape[1], decay)
+    y, memory = in_chunks(first, *inputs)
+    expected, last = recurrence(first, *inputs)
     np.testing.assert_allclose(y, expected, atol=atol)
     np.testing.assert_allclose(memory, last, atol=atol)
 
 
 def test_gradients_equal_those_of_single_tokens():
     first = segment_starts(CHUNK + 9, 40)[None]
-    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(*first.shape)]
+    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(1, first.shape[1])]
 
     def by_token(q, k, v, log_decay, beta):
         def step(memory, token):
-            *rest, is_first = token
-            y, memory = delta_step(*rest, jnp.where(is_first, 0, memory))
+            q, k, v, log_decay, beta, is_first = token
+            y, memory = delta_step(q, k, v, log_decay, beta, jnp.where(is_first, 0, memory))
             return memory, y
 
         tokens = [x.swapaxes(0, 1) for x in (q, k, v, log_decay, beta)]
         is_first = jnp.asarray(first[0] == np.arange(first.shape[1]))
         return jax.lax.scan(step, jnp.zeros((1, HEADS, KEY_DIM, VALUE_DIM)), (*tokens, is_first))[1].swapaxes(0, 1)
 
-    def packed(*inputs):
-        return packed_delta_rule(*inputs, jnp.asarray(first))[0]
-
     def gradient(function):
         return jax.jit(jax.grad(lambda *inputs: jnp.sin(function(*inputs)).sum(), argnums=range(5)))(*inputs)
 
-    for found, expected in zip(gradient(packed), gradient(by_token), strict=True):
+    for found, expected in zip(gradient(lambda *inputs: in_chunks(first, *inputs)[0]), gradient(by_token), strict=True):
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
@@ -79,8 +81,8 @@ def test_equal_keys_do_not_lose_precision():
     """With equal keys and betas near 2/3, products of the triangular systems of a chunk would grow exponentially."""
     q, k, v, log_decay, beta = random_inputs(1, CHUNK)
     k, beta, first = np.broadcast_to(k[:, :1], k.shape), 0.2 * beta + 0.7, np.zeros((1, CHUNK), int)
-    y, _ = packed_delta_rule(*(jnp.asarray(x, jnp.float32) for x in (q, k, v, 0 * log_decay, beta)), jnp.asarray(first))
-    np.testing.assert_allclose(y, recurrence(q, k, v, 0 * log_decay, beta, first)[0], atol=2e-5)
+    inputs = q, k, v, 0 * log_decay, beta
+    np.testing.assert_allclose(in_chunks(first, *inputs)[0], recurrence(first, *inputs)[0], atol=2e-5)
 
 
 def test_convolution_stays_within_segments():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def _params(config):
     rng = np.random.default_rng(0)
     flat = {path: rng.standard_normal(param.shape) for path, param in declared_weights(config).items()}
     scaled = {path: (1.0 if "norm" in path else 0.0) + 0.3 * noise for path, noise in flat.items()}
-    params = {path: x.astype(np.float32) for path, x in scaled.items() if "." not in path}
+    params: dict[str, Any] = {path: x.astype(np.float32) for path, x in scaled.items() if "." not in path}
     for path, x in scaled.items():
         stack, _, name = path.rpartition(".")
         if stack:
