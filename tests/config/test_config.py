@@ -15,19 +15,18 @@ from configs import polynomial
 from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import Range
 from poly_epo_jax.config.keys import Config, ConfigError, changed_keys
-from poly_epo_jax.parallel.mesh import check_mesh
+from poly_epo_jax.parallel.mesh import RULES, check_mesh
 from poly_epo_jax.startup.read_config import read_config
 
 FOLDER = Path(polynomial.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 MESH = {"data": 1, "fsdp": 2, "tensor": 1, "expert": 1}
-MODEL_SIZES = {
+MODEL_SIZES = dict.fromkeys(RULES, 0) | {
     "hidden_size": 64,
     "num_heads": 4,
     "num_kv_heads": 2,
     "mlp_size": 192,
     "vocab_size": 22,
-    "num_experts": 0,
 }
 
 
@@ -318,7 +317,7 @@ def test_polaris_config_matches_the_papers_table():
 @pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
 def test_the_papers_model_can_be_sharded(mesh: dict[str, int]):
     sizes = {"hidden_size": 2560, "num_heads": 32, "num_kv_heads": 8, "mlp_size": 9728, "vocab_size": 151_936}
-    sizes["num_experts"] = 0
+    sizes = dict.fromkeys(RULES, 0) | sizes
     check(load("polaris"), {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1} | mesh, sizes)
 
 
