@@ -248,11 +248,54 @@ def _chunk(carry, scanned):
     # The change of the state by each token depends on the changes by the earlier tokens of the chunk.
     system = beta * jnp.einsum("bhid,bhjd->bhij", k, k) * between
     target = beta * (v - since_start * jnp.einsum("bhcd,bhde->bhce", k, memory))
-    change = jax.lax.linalg.triangular_solve(system, target, left_side=True, lower=True, unit_diagonal=True)
+    change = jnp.einsum("bhij,bhje->bhie", unit_lower_inverse(system), target)
     scores = jnp.einsum("bhid,bhjd->bhij", q, k) * between
     y = since_start * jnp.einsum("bhcd,bhde->bhce", q, memory) + jnp.einsum("bhij,bhje->bhie", scores, change)
     memory = whole * memory + jnp.einsum("bhcd,bhce->bhde", until_end * k, change)
     return (memory, last[:, 0]), y.swapaxes(1, 2)
+
+
+@jax.custom_vjp
+def unit_lower_inverse(matrix: Float[Array, "*M N N"]) -> Float[Array, "*M N N"]:
+    """Computes the inverses of triangular matrices with batched matmuls.
+
+    The inverses of blocks on the diagonal are combined into inverses of blocks of twice the size. On CPUs, this takes a
+    fifth of the time of XLA's triangular solver for 64 systems, and it is as accurate, in contrast to products of
+    powers of the matrix.
+
+    Args:
+      matrix: Matrices, whose size is a power of two. Elements on and above the diagonal are not read and count as those
+        of the unit matrix.
+
+    Returns:
+      The inverses.
+    """
+    *batch, size, _ = matrix.shape
+    inverse = jnp.ones((*batch, size, 1, 1), matrix.dtype)
+    while (width := inverse.shape[-1]) < size:
+        pairs = matrix.reshape(*batch, -1, 2 * width, size // (2 * width), 2 * width)
+        pairs = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)  # Blocks on the diagonal.
+        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_product(second, pairs[..., width:, :width], first)
+        inverse = jnp.block([[first, jnp.zeros_like(first)], [corner, second]])
+    return inverse[..., 0, :, :]
+
+
+def _inverse_forward(matrix):
+    inverse = unit_lower_inverse(matrix)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, d_inverse):
+    transposed = inverse.swapaxes(-1, -2)
+    return (jnp.tril(-_product(transposed, d_inverse, transposed), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _product(a, b, c):
+    return jnp.matmul(jnp.matmul(a, b, precision="highest"), c, precision="highest")
 
 
 def _packed(config, inputs, first):

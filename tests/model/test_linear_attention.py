@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from poly_epo_jax.model import linear_attention
-from poly_epo_jax.model.linear_attention import CHUNK, delta_step, packed_delta_rule
+from poly_epo_jax.model.linear_attention import CHUNK, delta_step, packed_delta_rule, unit_lower_inverse
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 6, 5, 7
 
@@ -94,3 +94,21 @@ def test_convolution_stays_within_segments():
             expected[0, token] += weight[2 - distance] * x[0, token - distance]
     found = linear_attention.causal_convolution(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(first))
     np.testing.assert_allclose(found, expected / (1 + np.exp(-expected)), atol=1e-6)
+
+
+def test_inverses_of_triangular_matrices_and_their_gradients():
+    rng = np.random.default_rng(0)
+    matrix, weight = rng.standard_normal((2, 3, 16, 16)) / 4, rng.standard_normal((2, 3, 16, 16))
+    lower = np.tril(matrix, -1) + np.eye(16)
+    inverse = unit_lower_inverse(jnp.asarray(matrix, jnp.float32))
+    np.testing.assert_allclose(inverse, np.linalg.inv(lower), atol=1e-5)
+
+    def loss(matrix):
+        return jnp.sum(weight.astype(np.float32) * unit_lower_inverse(matrix))
+
+    found = jax.grad(loss)(jnp.asarray(matrix, jnp.float32))
+    for _ in range(5):  # A difference quotient in a random direction.
+        direction = rng.standard_normal(matrix.shape)
+        sides = (np.linalg.inv(lower + step * np.tril(direction, -1)) for step in (1e-6, -1e-6))
+        expected = np.sum(weight * (next(sides) - next(sides))) / 2e-6
+        np.testing.assert_allclose(np.sum(found * direction), expected, rtol=1e-4)
