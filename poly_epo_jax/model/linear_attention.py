@@ -307,7 +307,7 @@ def _packed(config, inputs, first):
 
     rule = packed_delta_rule
     if not jax.sharding.get_abstract_mesh().empty:
-        # The compiler cannot shard the triangular systems. Each device solves those of its local rows and heads.
+        # Each device processes its local rows and heads. The compiler might gather them for the loop over chunks.
         by_rows, by_heads = PartitionSpec(ROWS, None), PartitionSpec(ROWS, None, "tensor")
         memory = PartitionSpec(ROWS, "tensor")
         rule = jax.shard_map(rule, in_specs=(*[by_heads] * 5, by_rows), out_specs=(by_heads, memory), check_vma=False)
