@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -259,9 +260,10 @@ def _chunk(carry, scanned):
 def unit_lower_inverse(matrix: Float[Array, "*M N N"]) -> Float[Array, "*M N N"]:
     """Computes the inverses of triangular matrices with batched matmuls.
 
-    The inverses of blocks on the diagonal are combined into inverses of blocks of twice the size. On CPUs, this takes a
-    fifth of the time of XLA's triangular solver for 64 systems, and it is as accurate, in contrast to products of
-    powers of the matrix.
+    The inverses of blocks on the diagonal are combined into inverses of blocks of twice the size, which is as accurate
+    as forward substitution, in contrast to products of powers of the matrix. `jax.lax.linalg.triangular_solve` is not
+    used, because concurrent calls can deadlock on CPUs: each call blocks a thread of the pool while it waits for other
+    threads of the same pool.
 
     Args:
       matrix: Matrices, whose size is a power of two. Elements on and above the diagonal are not read and count as those
@@ -270,15 +272,16 @@ def unit_lower_inverse(matrix: Float[Array, "*M N N"]) -> Float[Array, "*M N N"]
     Returns:
       The inverses.
     """
-    *batch, size, _ = matrix.shape
-    inverse = jnp.ones((*batch, size, 1, 1), matrix.dtype)
-    while (width := inverse.shape[-1]) < size:
-        pairs = matrix.reshape(*batch, -1, 2 * width, size // (2 * width), 2 * width)
-        pairs = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)  # Blocks on the diagonal.
-        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_product(second, pairs[..., width:, :width], first)
-        inverse = jnp.block([[first, jnp.zeros_like(first)], [corner, second]])
-    return inverse[..., 0, :, :]
+    size, width = matrix.shape[-1], 1
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=matrix.dtype), matrix.shape)
+    while width < size:
+        row, column = np.indices((size, size)) // width
+        joins_blocks = jnp.asarray((row == column + 1) & (row % 2 == 1)).reshape(
+            (1,) * (matrix.ndim - 2) + (size, size)
+        )
+        inverse = inverse - _product(inverse, jnp.where(joins_blocks, matrix, 0), inverse)
+        width *= 2
+    return inverse
 
 
 def _inverse_forward(matrix):

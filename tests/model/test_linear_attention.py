@@ -77,6 +77,15 @@ def test_gradients_equal_those_of_single_tokens():
         np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
+def test_programs_do_not_call_lapack():
+    """Concurrent calls of LAPACK block the threads of the pool on which they wait, which can deadlock."""
+    first = np.zeros((1, CHUNK), int)
+    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(1, CHUNK)]
+    loss = jax.jit(jax.grad(lambda *inputs: in_chunks(first, *inputs)[0].sum(), argnums=range(5)))
+    program = loss.lower(*inputs).compile().as_text()
+    assert program and 'custom_call_target="lapack' not in program
+
+
 def test_equal_keys_do_not_lose_precision():
     """With equal keys and betas near 2/3, products of the triangular systems of a chunk would grow exponentially."""
     q, k, v, log_decay, beta = random_inputs(1, CHUNK)
