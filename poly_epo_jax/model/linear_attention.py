@@ -12,10 +12,12 @@ a and beta b (eq. 10 of the paper, transposed):
 only the state after each chunk is computed sequentially (section 3.3 of the paper). `delta_step` computes one token.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -248,11 +250,35 @@ def _chunk(carry, scanned):
     # The change of the state by each token depends on the changes by the earlier tokens of the chunk.
     system = beta * jnp.einsum("bhid,bhjd->bhij", k, k) * between
     target = beta * (v - since_start * jnp.einsum("bhcd,bhde->bhce", k, memory))
-    change = jax.lax.linalg.triangular_solve(system, target, left_side=True, lower=True, unit_diagonal=True)
+    change = _solve(system, target)
     scores = jnp.einsum("bhid,bhjd->bhij", q, k) * between
     y = since_start * jnp.einsum("bhcd,bhde->bhce", q, memory) + jnp.einsum("bhij,bhje->bhie", scores, change)
     memory = whole * memory + jnp.einsum("bhcd,bhce->bhde", until_end * k, change)
     return (memory, last[:, 0]), y.swapaxes(1, 2)
+
+
+def _solve(system, target):
+    """Solves systems [B, H, C, C], of which only the values below the diagonal are read. The diagonal is 1.
+
+    `jax.lax.linalg.triangular_solve` is not used, because concurrent calls can deadlock on CPUs: each call blocks a
+    thread of the pool while it waits for other threads of the same pool.
+    """
+    dot, lower = functools.partial(jnp.matmul, precision="highest"), jnp.tril(system, -1)
+    inverse, size = jnp.broadcast_to(jnp.eye(CHUNK), system.shape), 1  # Inverses of the diagonal blocks of this size.
+    while size < CHUNK:
+        row, column = np.indices((1, 1, CHUNK, CHUNK))[2:] // size
+        joins_blocks = (row == column + 1) & (row % 2 == 1)
+        inverse = inverse - dot(dot(inverse, lower * joins_blocks), inverse)
+        size *= 2
+
+    def solve(_, x):
+        return dot(inverse, x)
+
+    def solve_transposed(_, x):
+        return dot(inverse.swapaxes(2, 3), x)
+
+    # Its gradient is that of the solution, without the gradient of the inversion.
+    return jax.lax.custom_linear_solve(lambda x: x + dot(lower, x), target, solve, solve_transposed)
 
 
 def _packed(config, inputs, first):

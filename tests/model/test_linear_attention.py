@@ -75,6 +75,14 @@ def test_gradients_equal_those_of_single_tokens():
         np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
+def test_no_program_calls_lapack():
+    """Concurrent LAPACK calls of a program block the threads of the pool on which they wait, which can deadlock."""
+    first = jnp.zeros((1, CHUNK), jnp.int32)
+    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(1, CHUNK)]
+    loss = jax.jit(jax.value_and_grad(lambda *inputs: packed_delta_rule(*inputs, first)[0].sum(), argnums=range(5)))
+    assert 'custom_call_target="lapack' not in loss.lower(*inputs).compile().as_text()
+
+
 def test_equal_keys_do_not_lose_precision():
     """With equal keys and betas near 2/3, products of the triangular systems of a chunk would grow exponentially."""
     q, k, v, log_decay, beta = random_inputs(1, CHUNK)
