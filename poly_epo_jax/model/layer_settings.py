@@ -166,9 +166,7 @@ def read_linear(written: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: If the fraction is invalid, or if the numbers of heads of linear attention do not match.
     """
     num_layers, interval = _number(written, "num_hidden_layers"), written.get("full_attention_interval") or 4
-    types = written.get("layer_types") or [
-        FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)
-    ]
+    types = written.get("layer_types") or _types_at_interval(num_layers, interval)
     rope = dict(written.get("rope_parameters") or written.get("rope_scaling") or {})
     for key in ("mrope_section", "mrope_interleaved"):
         rope.pop(key, None)
@@ -190,16 +188,34 @@ def read_linear(written: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_linear(config: ModelConfig) -> dict[str, Any]:
     """Inverse of `read_linear`."""
-    keys, rope = write_uniform(config), config.ropes[0]
+    keys, rope, types = write_uniform(config), config.ropes[0], _linear_types(config)
+    interval = full_attention_interval(config)
     rotated = int(config.head_dim * rope.fraction) // 2
     # Servers expect the sections of images, whose sizes have no effect on text.
     sections = {"mrope_section": [len(range(i, rotated, 3)) for i in range(3)], "mrope_interleaved": True}
     return keys | {
         "rope_parameters": keys["rope_parameters"] | sections,
         "partial_rotary_factor": rope.fraction,
-        "layer_types": [LINEAR if name == "linear_layers" else FULL for name, _ in config.places],
+        "layer_types": types,
+        # SGLang reads this key in place of layer_types.
+        **({} if interval is None else {"full_attention_interval": interval}),
         "attn_output_gate": config.gated_attention,
     }
+
+
+def full_attention_interval(config: ModelConfig) -> int | None:
+    """Returns the number N for which exactly every N-th layer has full attention. Returns None if there is none."""
+    types = _linear_types(config)
+    interval = types.index(FULL) + 1 if FULL in types else 0
+    return interval if interval and types == _types_at_interval(len(types), interval) else None
+
+
+def _linear_types(config: ModelConfig) -> list[str]:
+    return [LINEAR if name == "linear_layers" else FULL for name, _ in config.places]
+
+
+def _types_at_interval(num_layers: int, interval: int) -> list[str]:
+    return [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)]
 
 
 def _shared_rope(written: Mapping[str, Any], theta: float) -> Rope:

@@ -16,6 +16,7 @@ from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
+from poly_epo_jax.model.layer_settings import full_attention_interval, write_linear
 from poly_epo_jax.model.rope import Linear, Rope, Yarn
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
@@ -192,6 +193,23 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     write_config(tmp_path, model_type="llama", num_key_value_heads=None, head_dim=None, tie_word_embeddings=None)
     config = read_model_config(tmp_path)
     assert (config.num_kv_heads, config.head_dim, config.tie_word_embeddings) == (4, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("linear_layers", "interval"),
+    [
+        ((True, True, False), 3),
+        ((True, False, True, False, True), 2),
+        ((False,), 1),
+        ((False, True), None),
+        ((True, False, False), None),
+        ((True,), None),
+    ],
+)
+def test_the_interval_of_full_attention_is_that_of_all_layers(linear_layers, interval):
+    config = dataclasses.replace(SMALL, num_layers=len(linear_layers), linear_layers=linear_layers)
+    assert full_attention_interval(config) == interval
+    assert write_linear(config).get("full_attention_interval") == interval
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,9 +15,10 @@ compgen -G "$here/env-$device/installed-*" >/dev/null || {
 flags=(--model-path "$model" --host 127.0.0.1 --port "$port" --skip-server-warmup)
 if [ "$device" = cpu ]; then
   export PYTHONPATH=$here/cpu_shim SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  # float32 weights and KV cache make log-probabilities comparable with the trainer's. An idle scheduler or a second
-  # thread would busy-wait and occupy a core that other servers and the trainer need. The cache size is limited, because
-  # creating a cache for all free memory takes minutes.
+  # float32 weights, KV cache and convolution states make log-probabilities comparable with the trainer's. An idle scheduler
+  # or a second thread would busy-wait and occupy a core that other servers and the trainer need. The cache size is limited,
+  # because creating a cache for all free memory takes minutes.
+  export SGLANG_MAMBA_CONV_DTYPE=float32
   flags+=(--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --dtype float32
     --mem-fraction-static 0.2 --max-total-tokens 65536 --sleep-on-idle)
 fi

@@ -21,7 +21,12 @@ from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.parallel.sharding import replicated, row_sharding
 from poly_epo_jax.types import Params
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 """Projections that vLLM and SGLang store as one tensor, with the rows of the parts in this order. Both also stack the
 experts of a layer, in `w13_weight` (gate and up) and `w2_weight` (down)."""
 VOCAB_MULTIPLE = 64

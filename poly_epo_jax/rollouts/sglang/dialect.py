@@ -1,5 +1,6 @@
 """HTTP API of SGLang servers and routers, and of sglang-jax, which does not support weight updates."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import httpx
 from poly_epo_jax.config.checks import is_url
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.layer_settings import full_attention_interval
 from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion, check_accepted
 from poly_epo_jax.rollouts.sglang.responses import parse_responses
 from poly_epo_jax.system.http_client import (
@@ -125,7 +127,10 @@ class SGLang:
         if 400 <= response.status_code < 500:
             return []
         ranks = [field(rank, "checksums", dict) for rank in field(read_json(response), "ranks", list)]
-        return [{name: field({"checksum": one}, "checksum", str) for name, one in rank.items()} for rank in ranks]
+        return [
+            {_with_attention(name): field({"checksum": one}, "checksum", str) for name, one in rank.items()}
+            for rank in ranks
+        ]
 
     async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:
         """Sets the weight version with `/update_weight_version`."""
@@ -160,7 +165,7 @@ def check_network(config: ModelConfig, max_tokens: int) -> None:
       max_tokens: Maximum number of tokens of a sequence.
 
     Raises:
-      ConfigError: If it ignores a window that is shorter than a sequence, or a weight.
+      ConfigError: If it ignores a window that is shorter than a sequence, a weight, or the types of the layers.
     """
     window = max(config.windows)
     if config.family == "mistral" and 0 < window < max_tokens:
@@ -173,6 +178,16 @@ def check_network(config: ModelConfig, max_tokens: int) -> None:
             "SGLang ignores tie_word_embeddings=False of model.path and computes logits with the embedding; set "
             "rollouts.name=vllm."
         )
+    if config.family == "qwen3_5_text" and full_attention_interval(config) is None:
+        raise ConfigError(
+            "SGLang ignores layer_types of model.path, which must be full_attention in exactly every N-th layer; set "
+            "rollouts.name=vllm."
+        )
+
+
+def _with_attention(name: str) -> str:
+    """Inserts `self_attn` into names of Qwen3.5, which SGLang stores without this level."""
+    return re.sub(r"(\.layers\.\d+\.)(qkv_proj|o_proj|q_norm|k_norm)\.", r"\1self_attn.\2.", name)
 
 
 async def post(client: httpx.AsyncClient, url: str, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -225,3 +225,12 @@ def test_experts_are_compared_as_the_stacks_of_servers():
         f"{stack}.w13_weight": [f"{stack}.{e}.{p}_proj.weight" for e in range(2) for p in ("gate", "up")],
         f"{stack}.w2_weight": [f"{stack}.{e}.down_proj.weight" for e in range(2)],
     }
+
+
+def test_projections_of_linear_attention_are_compared_as_the_joint_projections_of_servers():
+    layer = "model.layers.0.linear_attn"
+    names = [f"{layer}.in_proj_{part}.weight" for part in ("a", "b", "qkv", "z")]
+    assert compared_tensors(names, 1) == {
+        f"{layer}.in_proj_qkvz.weight": [f"{layer}.in_proj_qkv.weight", f"{layer}.in_proj_z.weight"],
+        f"{layer}.in_proj_ba.weight": [f"{layer}.in_proj_b.weight", f"{layer}.in_proj_a.weight"],
+    }

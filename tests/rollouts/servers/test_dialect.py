@@ -23,6 +23,7 @@ from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ModelInfo, ServerCompletion, WeightSpan
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync, WeightSync
+from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.system.http_client import InvalidResponseError
@@ -30,6 +31,7 @@ from poly_epo_jax.types import Problem, Request, Sampling
 
 URL = "other://server"
 PROBLEMS = [Problem(name, name, "") for name in "abc"]
+LINEAR = dict.fromkeys(("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim", "conv_size"), 2)
 
 
 class Other:
@@ -143,6 +145,8 @@ def test_each_token_must_have_accepted_weights(weights: list[WeightSpan], flaw: 
         ("mistral", {"windows": (48,), "tie_word_embeddings": False}, ""),
         ("olmo3", {"windows": (9, 0)}, ""),
         ("gemma3_text", {"windows": (9, 0)}, ""),
+        ("qwen3_5_text", {"linear_layers": (False, True)} | LINEAR, "layer_types .* set rollouts.name=vllm"),
+        ("qwen3_5_text", {"linear_layers": (True, False)} | LINEAR, ""),
     ],
 )
 def test_networks_that_sglang_does_not_compute_are_rejected(
@@ -168,3 +172,17 @@ def test_networks_that_sglang_does_not_compute_are_rejected(
             opening().close()
     for opening in openings("vllm"):
         opening().close()
+
+
+def test_sglang_omits_a_level_of_the_names_of_qwen3_5():
+    digests = {f"model.layers.3.{name}.weight": name for name in ("qkv_proj", "q_norm", "self_attn.o_proj", "mlp.gate")}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"ranks": [{"checksums": digests}]})
+
+    async def checksums() -> Any:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await SGLANG.checksums(client, "http://a", ())
+
+    names = ("self_attn.qkv_proj", "self_attn.q_norm", "self_attn.o_proj", "mlp.gate")
+    assert [list(rank) for rank in asyncio.run(checksums())] == [[f"model.layers.3.{name}.weight" for name in names]]

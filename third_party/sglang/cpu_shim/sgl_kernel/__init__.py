@@ -1,9 +1,12 @@
 """Replaces the CPU build of `sgl_kernel`, which is not available as a wheel.
 
 SGLang imports these names when it starts on CPU. Only the first function is called during normal serving; the others
-are used by speculative decoding. `torch.ops.sgl_kernel.convert_weight_packed` must remain undefined, because SGLang
-would otherwise assume the build for AMX.
+are used by speculative decoding. The operators of Qwen3.5 are in `operators.py`.
+`torch.ops.sgl_kernel.convert_weight_packed` must remain undefined, because SGLang would otherwise assume the build for
+AMX.
 """
+
+from sgl_kernel import operators as operators
 
 __version__ = "0.0.0+cpustub"
 
