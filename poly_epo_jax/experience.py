@@ -112,7 +112,7 @@ class Experience:
       judging: The `judge` section of the configuration.
       reads_judge: Whether the method reads the judge's output.
       timeline: Records when each batch is generated, graded and judged.
-      max_failed_fraction: Maximum fraction of drawn prompts on which the environment may fail.
+      max_failed_fraction: Maximum fraction of a batch's prompts on which the environment may fail.
       judge_load: Size of the largest judge request. If None, it is not compared with the judge's limits.
       stop: Interrupts waiting for the judge or for a batch when a shutdown is requested.
       num_lost: Number of prompts that an interrupted run had drawn ahead. The next batch counts them as discarded.
@@ -149,28 +149,25 @@ class Experience:
         """Waits for the batch of `step` and returns it. The sampler then sleeps until weights are pushed, if it can.
 
         With `train.refill`, the update trains on the first `train.prompts_per_batch` groups with signal in data order,
-        so responses that are generated quickly are not preferred. The sizes of the rounds have no effect on this
-        selection.
+        so responses that are generated quickly are not preferred. The sizes of rounds have no effect on this.
 
         Args:
           step: The step.
           position: Number of problems that the previous steps have drawn, `Batch.position` of the previous step.
 
         Raises:
-          JudgeError: If the judge failed on more than `judge.max_failed_fraction` of the drawn prompts, and its
+          JudgeError: If the judge failed on more than `judge.max_failed_fraction` of the batch's prompts, and its
             failures affect the update.
-          EpisodeError: If the environment failed on more than `max_failed_fraction` of the drawn prompts.
+          EpisodeError: If the environment failed on more than `max_failed_fraction` of the batch's prompts, or on all.
           Stopped: If a shutdown was requested.
         """
         counts, num_before = {}, len(self._complete)
         while count := self._num_missing(step):
+            if len(self._complete) >= self.train.prompts_per_batch:
+                self._check_failures([one.graded for one in self._complete])  # before failed prompts are refilled
             if not self._rounds.started:
                 self._start_round(step, position, count, expected_in=step)
             received, graded, of_round = await self._rounds.receive(step)
-            so_far = [one.graded for one in self._complete] + graded
-            check_failed_environments(so_far, self.max_failed_fraction)
-            if self.reads_judge or self.judging.on_failure == "drop_always":
-                check_failed_fraction(complete_groups(so_far), self.judging.max_failed_fraction)
             with self.timeline.clock(step).stage("advantages"):
                 self._complete += await self._with_advantages(received.step, graded)
             counts = hosts.total([counts, of_round])
@@ -228,6 +225,12 @@ class Experience:
             if count > 0:
                 self._start_round(step + 1, position, count, expected_in=step + later)
 
+    def _check_failures(self, graded: Sequence[GradedGroup]) -> None:
+        """Raises an error if the environment failed on too many groups of a batch, or the judge, if it is used."""
+        check_failed_environments(graded, self.max_failed_fraction)
+        if self.reads_judge or self.judging.on_failure == "drop_always":
+            check_failed_fraction(complete_groups(graded), self.judging.max_failed_fraction)
+
     async def _with_advantages(self, step: int, graded: Sequence[GradedGroup]) -> list[_Complete]:
         """Computes advantages on the first process, so that all processes agree.
 
@@ -271,6 +274,8 @@ class Experience:
             places = [place for place in range(end) if self._has_signal(self._complete[place], step)]
             end = places[wanted - 1] + 1 if len(places) >= wanted else end
         taken, self._complete = self._complete[:end], self._complete[end:]
+        graded = [one.graded for one in taken]
+        self._check_failures(graded)
         too_old = [one.graded for one in taken if self._is_too_old(one, step)]
         usable = {one.usable: one.advantages for one in taken if one.usable and not self._is_too_old(one, step)}
         advantages = np.array([*usable.values()], np.float32).reshape(-1, self.train.num_generations)
@@ -280,7 +285,6 @@ class Experience:
             numbers["data/too_old"] = len(too_old)
         if too_old:
             numbers["data/too_old_length"] = mean_length(too_old)
-        graded = [one.graded for one in taken]
         failures = Counter(failure.kind for failure in environment_failures(graded))
         if isinstance(self.task, Interactive):
             numbers["environment/failed_prompts"] = failures.total()

@@ -1,6 +1,7 @@
 """Prompts on which the environment failed are counted in training and evaluations, and never trained on."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Batch
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.rejudge.inputs import read_inputs
-from poly_epo_jax.rollouts.grading import EpisodeError
+from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
 from poly_epo_jax.step.step_metrics import step_metrics
-from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
+from poly_epo_jax.types import Completion, EpisodeFailure, Generation, Judge, Outcome, Problem, Sampling
 
 
 class LetterEpisode:
@@ -70,6 +71,69 @@ def test_failed_prompts_are_counted_and_not_trained_on():
 def test_too_many_failures_end_the_run(failing: str, fraction: float):
     with pytest.raises(EpisodeError, match=r"failed on \d of 3 prompts.*failed \(\d times\).*out of order"):
         batch(Failing(*failing), max_failed_fraction=fraction)
+
+
+class HalfCorrect(RandomLetters):
+    """Responds to each prompt with half of the responses "a"."""
+
+    def completion(self, place: int, index: int, text: str) -> Completion:
+        return super().completion(place, index, "ab"[index % 2])
+
+
+def queue_batches(failing: Sequence[int], fraction: float, judge: Judge | None = None, **changes: Any) -> list[Batch]:
+    """Draws four batches of at least five prompts with `train.staleness=3`.
+
+    Args:
+      failing: Places of the failing prompts in data order. The first four rounds have the places 0 to 19.
+      fraction: Maximum fraction of failures.
+      judge: The judge.
+      changes: Changes of the configuration.
+    """
+    problems = [Problem(str(i), f"{i}:", "a") for i in range(60)]
+    settings = {"train.prompts_per_batch": 5, "train.num_steps": 20, "train.staleness": 3, "algo.advantages": "grpo"}
+    config = tiny_config(**settings | changes)
+    names = [problem.id for problem in tiny_experience(config, problems=problems).problems.draw(0, 40)]
+    task = Failing(*(names[place] for place in failing))
+    experience = tiny_experience(config, HalfCorrect(), task, judge, problems=problems)
+    experience.max_failed_fraction = fraction
+
+    async def draw() -> list[Batch]:
+        found = [await experience.batch(1, 0)]
+        for step in range(2, 5):
+            found.append(await experience.batch(step, found[-1].position))
+        await experience.close()
+        return found
+
+    return asyncio.run(draw())
+
+
+def test_failures_are_limited_for_each_batch_and_not_for_the_queue():
+    refill: dict[str, Any] = {"train.refill": True, "train.max_draws": 6}
+    # The batch of step 2 has places 5 to 10. That of step 3 has places 11 to 16, and all have failed: without a limit
+    # for this batch, there would be no groups, because the queue also has the complete places 17 to 19.
+    with pytest.raises(EpisodeError, match=r"failed on 6 of 6 prompts.*failed \(6 times\)"):
+        queue_batches([5, *range(11, 17)], 0.75, **refill)
+    assert [len(batch.graded) for batch in queue_batches([5, *range(11, 16)], 0.9, **refill)] == [5, 5, 1, 5]
+
+
+def test_a_round_with_a_single_failed_prompt_is_not_a_batch():
+    """Step 3 takes all complete groups, up to place 19. Step 4 begins with a round that has only place 20."""
+    batches = queue_batches([5, 11, 13, 15, 17, 20], 0.5, **{"train.refill": True, "train.max_draws": 10})
+    assert [len(batch.graded) for batch in batches] == [5, 5, 5, 5]
+    assert [batch.position for batch in batches] == [5, 11, 20, 26]
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_batches_whose_prompts_the_judge_dropped_are_empty_or_end_the_run(refill: bool):
+    everything = LetterJudge(failing=[str(i) for i in range(60)])
+    changes: dict[str, Any] = {"train.refill": refill, "judge.on_failure": "drop_always"}
+    for batch in queue_batches([], 0.0, everything, **changes):
+        assert not batch.usable and not batch.trained[0] and batch.trained[1].shape == (0, 8)
+        assert len(batch.graded) == (20 if refill else 5)
+        metrics = step_metrics(batch.graded, 1, 4)
+        assert metrics["judge/failed_prompts"] == len(batch.graded) and "clusters/correct" not in metrics
+    with pytest.raises(JudgeError, match="failed on 5 of 5 prompts"):
+        queue_batches([], 0.0, everything, **changes | {"judge.max_failed_fraction": 0.9})
 
 
 def test_evaluations_omit_and_count_failed_problems():

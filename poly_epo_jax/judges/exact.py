@@ -13,10 +13,8 @@ from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.types import (
     DEGENERATE_CLUSTER,
     Clustering,
-    Generation,
     Group,
     Interactive,
-    Problem,
     Strategic,
 )
 
@@ -49,7 +47,7 @@ class ExactJudge:
         Raises:
           ValueError: If the task returns a strategy that is not hashable.
         """
-        strategies = [self._strategy(group.problem, generation) for generation in group.generations]
+        strategies = self._strategies(group)
         try:
             clustering = clusters_of(strategies)
         except TypeError as error:
@@ -59,10 +57,10 @@ class ExactJudge:
             ) from error
         return _with_errors(clustering.ids, group, self._error_rate) if self._error_rate else clustering
 
-    def _strategy(self, problem: Problem, generation: Generation) -> Any:
+    def _strategies(self, group: Group) -> list[Any]:
         if isinstance(self._task, Strategic):
-            return self._task.strategy(problem, generation)
-        return generation.outcome and generation.outcome.strategy
+            return [self._task.strategy(group.problem, generation) for generation in group.generations]
+        return [generation.outcome and generation.outcome.strategy for generation in group.generations]
 
 
 def _with_errors(ids: Int[np.ndarray, " N"], group: Group, rate: float) -> Clustering:

@@ -16,7 +16,6 @@ from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.types import (
     Clustering,
     EnvironmentFailure,
-    Generation,
     GradedGroup,
     Group,
     Judge,
@@ -81,7 +80,7 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
 
     async def score() -> np.ndarray:
         with clock.stage("grade"):
-            rewards = await in_daemon_thread(lambda: [_reward(task, group.problem, y) for y in group.generations])
+            rewards = await in_daemon_thread(lambda: _rewards(task, group))
         return checked_rewards(task, group.problem, rewards)
 
     async def cluster():
@@ -99,11 +98,12 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     return graded
 
 
-def _reward(task: Task, problem: Problem, generation: Generation) -> Any:
-    if generation.outcome is not None:
-        return generation.outcome.reward
+def _rewards(task: Task, group: Group) -> list[Any]:
+    outcomes = [generation.outcome for generation in group.generations if generation.outcome is not None]
+    if outcomes:
+        return [outcome.reward for outcome in outcomes]
     assert isinstance(task, Rewarded)
-    return task.reward(problem, generation)
+    return [task.reward(group.problem, generation) for generation in group.generations]
 
 
 def complete_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

@@ -7,9 +7,10 @@ decodes the generated text and groups the generations by prompt.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax.model.stop_strings import text_before
 from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.between_turns import encode_between
+from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
 from poly_epo_jax.rollouts.environments import Environments
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
@@ -38,24 +40,6 @@ from poly_epo_jax.types import (
     SupportsSleep,
     Task,
 )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Draft:
-    """A group in progress. `complete` contains the complete generations, keyed by the index of their seed."""
-
-    problem: Problem
-    prompt_ids: Int[np.ndarray, " L"]
-    seeds: UInt32[np.ndarray, " N"]
-    complete: dict[int, Generation | EnvironmentFailure] = dataclasses.field(default_factory=dict)
-
-    def group(self) -> Group:
-        """Returns the group, after all generations are complete."""
-        results = [self.complete[index] for index in range(len(self.seeds))]
-        failures = [result for result in results if isinstance(result, EnvironmentFailure)]
-        if failures:
-            return Group(self.problem, self.prompt_ids, (), failures[0])
-        return Group(self.problem, self.prompt_ids, tuple(y for y in results if isinstance(y, Generation)))
 
 
 class Rollouts:
@@ -90,6 +74,7 @@ class Rollouts:
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+        self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
         self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
         self._conversations: set[asyncio.Future[None]] = set()
 
@@ -135,46 +120,60 @@ class Rollouts:
             or outcome of an episode is invalid.
           RuntimeError: If a completion is missing, or the weights changed between two turns of a generation.
         """
-        drafts = [
-            _Draft(problem, ids, generation_seeds(sampling.seed, problem, num_generations))
-            for problem, ids in zip(problems, self._encode(problems), strict=True)
-        ]
-        async with TurnQueue(self.sampler, sampling, len(drafts) * num_generations) as queue:
-            turns = [
-                Turns(queue, draft.prompt_ids, seed, place * num_generations + index, draft.problem)
-                for place, draft in enumerate(drafts)
-                for index, seed in enumerate(draft.seeds)
+        prompts = self._encode(problems)
+        async with TurnQueue(self.sampler, sampling, len(prompts) * num_generations) as queue:
+            running = [
+                asyncio.create_task(self._generate(Turns(queue, problem, ids, seeds, place * num_generations)))
+                for place, (problem, ids) in enumerate(zip(problems, prompts, strict=True))
+                for seeds in [generation_seeds(sampling.seed, problem, num_generations)]
             ]
-            running = [asyncio.create_task(self._generate(drafts[one.place // num_generations], one)) for one in turns]
             with self._conversation():
                 try:
                     for completed in asyncio.as_completed(running):
-                        if group := await completed:
-                            if group.failure is not None:
-                                reason = f"{group.failure.reason}. The prompt is left out"
-                                print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
-                            yield group
+                        group = await completed
+                        if group.failure is not None:
+                            reason = f"{group.failure.reason}. The prompt is left out"
+                            print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
+                        yield group
                 finally:
-                    for one in running:
-                        one.cancel()
-                    await asyncio.gather(*running, return_exceptions=True)
+                    await _cancel(running)
 
-    async def _generate(self, draft: _Draft, turns: Turns) -> Group | None:
-        """Adds a generation to its group. Returns the group if this was its last generation."""
-        problem = draft.problem
-        generation = self._append_completion(problem, None, await turns.next(None))
+    async def _generate(self, turns: Turns) -> Group:
+        """Generates a group. Each episode begins as soon as its first turn is complete."""
+        first, results = turns.first(), dict[int, Generation | EnvironmentFailure]()
+        episodes: dict[int, asyncio.Task[Generation | EnvironmentFailure]] = {}
+        try:
+            for _ in turns.seeds:
+                completion = await first.next()
+                generation = self._append_completion(turns.problem, None, completion)
+                if self.environments is None:
+                    results[completion.index] = generation
+                else:
+                    play = self._play(self.environments, turns, completion.index, generation)
+                    episodes[completion.index] = asyncio.create_task(play)
+            results |= zip(episodes, await asyncio.gather(*episodes.values()), strict=True)
+        except BaseException:
+            await _cancel(episodes.values())
+            raise
+        generations = [results[index] for index in range(len(turns.seeds))]
+        failure = next((one for one in generations if isinstance(one, EnvironmentFailure)), None)
+        complete = tuple(one for one in generations if isinstance(one, Generation))
+        return Group(turns.problem, turns.prompt_ids, () if failure else complete, failure)
+
+    async def _play(
+        self, environments: Environments, turns: Turns, index: int, first: Generation
+    ) -> Generation | EnvironmentFailure:
+        """Plays the episode of a generation after its first turn."""
 
         async def take_turn(before: Generation, reply: str) -> Generation:
-            before = self._append_reply(problem, before, reply, turns.sampling)
+            before = self._append_reply(turns.problem, before, reply, turns.sampling)
             if before.finish_reason == "length":
                 return before
-            return self._append_completion(problem, before, await turns.next(before))
+            return self._append_completion(turns.problem, before, await turns.next(index, before))
 
-        if self.environments is not None:
-            generation = await self.environments.play(problem, turns.episode_seed, generation, take_turn)
-        draft.complete[turns.place % len(draft.seeds)] = generation
+        result = await environments.play(turns.problem, turns.episode_seed(index), first, take_turn)
         turns.end()
-        return draft.group() if len(draft.complete) == len(draft.seeds) else None
+        return result
 
     @contextlib.contextmanager
     def _conversation(self) -> Iterator[None]:
@@ -235,12 +234,12 @@ class Rollouts:
     def _text(self, token_ids: Any, finish_reason: FinishReason) -> str:
         if finish_reason != "stop":
             return str(self._tokenizer.decode(token_ids))
-        rest = text_before(str(self._tokenizer.decode(token_ids[-1:])), self._stop_strings)
+        rest = text_before(self._token_text(int(token_ids[-1])), self._stop_strings)
         return str(self._tokenizer.decode(token_ids[:-1])) + rest
 
     def _append_reply(self, problem: Problem, generation: Generation, reply: str, sampling: Sampling) -> Generation:
         """Appends a reply. If it leaves no tokens or no turn for the policy, the response ends instead."""
-        stop_text = str(self._tokenizer.decode(generation.token_ids[-1:]))
+        stop_text = self._token_text(int(generation.token_ids[-1]))
         ids = encode_between(self._tokenizer, reply, problem.chat, stop_text, self._vocab_size)
         num_tokens, num_turns = len(generation.token_ids) + len(ids), len(generation.turns) // 2 + 1
         if num_tokens >= sampling.max_tokens or num_turns >= sampling.max_turns:
@@ -264,6 +263,13 @@ def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt3
     words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
     again = [problem.occurrence] if problem.occurrence else []
     return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
+
+
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancels tasks once, and waits until they have ended, also if the waiting task is cancelled."""
+    for task in tasks:
+        task.cancel()
+    await run_to_completion(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def _concatenate(first: Generation, second: Generation) -> Generation:

@@ -16,13 +16,32 @@ WINDOW_SECONDS = 0.02
 """Maximum time for which a request waits for others, if the sampler accepts concurrent calls."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Waiting:
-    """A request with one seed, and the completion that its generation awaits. `place` orders the requests of a call."""
+class Pending:
+    """A request whose completions are awaited.
 
-    place: int
-    request: Request
-    completion: asyncio.Future[Completion]
+    Args:
+      place: Position of the request among the requests of a call.
+      request: The request.
+    """
+
+    def __init__(self, place: int, request: Request):
+        self.place, self.request = place, request
+        self._arrived: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
+
+    def put(self, arrived: Completion | BaseException) -> None:
+        """Adds a completion, or the error that ended the call."""
+        self._arrived.put_nowait(arrived)
+
+    async def next(self) -> Completion:
+        """Waits for the next completion, in the order in which they finish. There is one for each seed.
+
+        Raises:
+          RuntimeError: If the sampler does not return the completion.
+        """
+        arrived = await self._arrived.get()
+        if isinstance(arrived, BaseException):
+            raise arrived
+        return arrived
 
 
 class TurnQueue:
@@ -40,7 +59,8 @@ class TurnQueue:
 
     def __init__(self, sampler: Sampler, sampling: Sampling, num_open: int):
         self.sampling, self._sampler, self._num_open = sampling, sampler, num_open
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Pending] = []
+        self._num_waiting = 0  # Number of generations that wait.
         self._calls: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_concurrent = isinstance(sampler, ConcurrentCalls)
@@ -56,20 +76,18 @@ class TurnQueue:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def complete(self, place: int, request: Request) -> Completion:
-        """Returns the completion of a request with one seed.
+    def request(self, place: int, request: Request) -> Pending:
+        """Adds a request to the next call.
 
         Args:
           place: Position among the requests of a call.
-          request: The request. Requests with the same `prompt_ids` array are sampled as one request.
-
-        Raises:
-          RuntimeError: If the sampler does not return the completion.
+          request: The request, with one seed for each generation that waits.
         """
-        waiting = _Waiting(place, request, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        pending = Pending(place, request)
+        self._waiting.append(pending)
+        self._num_waiting += len(request.seeds)
         self._begin_if_due()
-        return await waiting.completion
+        return pending
 
     def end(self) -> None:
         """Counts a generation as complete."""
@@ -77,7 +95,7 @@ class TurnQueue:
         self._begin_if_due()
 
     def _begin_if_due(self) -> None:
-        if self._waiting and len(self._waiting) == self._num_open:
+        if self._waiting and self._num_waiting == self._num_open:
             self._begin()
         elif self._waiting and self._timer is None and self._is_concurrent:
             self._timer = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._begin)
@@ -86,78 +104,73 @@ class TurnQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        waiting, self._waiting = sorted(self._waiting, key=lambda one: one.place), []
+        waiting, self._waiting, self._num_waiting = sorted(self._waiting, key=lambda one: one.place), [], 0
         call = asyncio.create_task(self._call(waiting))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _call(self, waiting: Sequence[_Waiting]) -> None:
-        groups: dict[int, list[_Waiting]] = {}
-        for one in waiting:
-            groups.setdefault(id(one.request.prompt_ids), []).append(one)
-        merged = [
-            dataclasses.replace(ones[0].request, seeds=np.concatenate([one.request.seeds for one in ones]))
-            for ones in groups.values()
-        ]
-        places = list(groups.values())
+    async def _call(self, waiting: Sequence[Pending]) -> None:
+        requests = [one.request for one in waiting]
+        missing = {(place, index) for place, one in enumerate(requests) for index in range(len(one.seeds))}
         try:
-            async with contextlib.aclosing(self._sampler.sample(merged, self.sampling)) as completions:
+            async with contextlib.aclosing(self._sampler.sample(requests, self.sampling)) as completions:
                 async for completion in completions:
-                    awaited = places[completion.request][completion.index].completion
-                    if not awaited.done():  # cancelled
-                        awaited.set_result(completion)
-            missing = Counter(one.request.problem_id for one in waiting if not one.completion.done())
+                    if (key := (completion.request, completion.index)) in missing:
+                        missing.remove(key)
+                        waiting[completion.request].put(completion)
             if missing:
-                problem, count = missing.most_common(1)[0]
+                counts = Counter(requests[place].problem_id for place, _ in missing)
+                problem, count = counts.most_common(1)[0]
                 raise RuntimeError(f"{count} completions of problem {problem} are missing; check the sampler.")
-        except Exception as error:
+        except BaseException as error:  # also if the call is cancelled, or the sampler raises CancelledError
             for one in waiting:
-                if not one.completion.done():
-                    one.completion.set_exception(error)
-        finally:
-            for one in waiting:  # the call was cancelled, or the sampler raised CancelledError
-                one.completion.cancel()
+                one.put(error)
+            if not isinstance(error, Exception):
+                raise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turns:
-    """The turns of one generation.
+    """The turns of the N generations of a prompt.
 
     Attributes:
       queue: Samples the turns.
-      prompt_ids: Token ids of the prompt. Generations of a prompt have the same array.
-      seed: Seed of the first turn.
-      place: Position of the generation among all generations of the queue.
       problem: The problem.
+      prompt_ids: Token ids of the prompt.
+      seeds: Seeds [N] of the first turns.
+      place: Position of the first generation among all generations of the queue.
     """
 
     queue: TurnQueue
-    prompt_ids: Int[np.ndarray, " L"]
-    seed: np.uint32
-    place: int
     problem: Problem
+    prompt_ids: Int[np.ndarray, " L"]
+    seeds: UInt32[np.ndarray, " N"]
+    place: int
 
     @property
     def sampling(self) -> Sampling:
         """Sampling parameters."""
         return self.queue.sampling
 
-    @property
-    def episode_seed(self) -> int:
-        """Seed of the episode."""
-        return int(self._derived_seed(1)[0])
+    def first(self) -> Pending:
+        """Requests the first turns of all generations."""
+        request = Request(self.problem.id, self.prompt_ids, self.seeds, self.sampling.max_tokens)
+        return self.queue.request(self.place, request)
 
-    async def next(self, before: Generation | None) -> Completion:
-        """Samples the turn after `before`, or the first turn, with a separate seed and the remaining token limit."""
-        ids, seeds, limit = self.prompt_ids, np.array([self.seed]), self.sampling.max_tokens
-        if before is not None:
-            ids, limit = np.concatenate([ids, before.token_ids]), limit - len(before.token_ids)
-            seeds = self._derived_seed(len(before.turns))  # an even number
-        return await self.queue.complete(self.place, Request(self.problem.id, ids, seeds, limit))
+    async def next(self, index: int, before: Generation) -> Completion:
+        """Samples the turn of a generation after `before`, with a separate seed and the remaining token limit."""
+        ids = np.concatenate([self.prompt_ids, before.token_ids])
+        seeds = self._derived_seed(index, len(before.turns))  # an even number
+        request = Request(self.problem.id, ids, seeds, self.sampling.max_tokens - len(before.token_ids))
+        return await self.queue.request(self.place + index, request).next()
 
     def end(self) -> None:
-        """Marks the generation as complete."""
+        """Counts a generation as complete."""
         self.queue.end()
 
-    def _derived_seed(self, number: int) -> UInt32[np.ndarray, " 1"]:
-        return np.random.SeedSequence([int(self.seed), number]).generate_state(1)
+    def episode_seed(self, index: int) -> int:
+        """Returns the seed of the episode of a generation."""
+        return int(self._derived_seed(index, 1)[0])
+
+    def _derived_seed(self, index: int, number: int) -> UInt32[np.ndarray, " 1"]:
+        return np.random.SeedSequence([int(self.seeds[index]), number]).generate_state(1)

@@ -123,12 +123,13 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
 
 
 def _to_line(row: Mapping[str, Any]) -> bytes:
-    plain = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}  # numpy scalars
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in plain.items()
-    }
-    ordered = {name: finite[name] for name in sorted(finite, key=lambda name: (name != "step", name))}
-    return json.dumps(ordered, allow_nan=False).encode() + b"\n"
+    names = sorted(row, key=lambda name: (name != "step", name))
+    return json.dumps({name: _plain(row[name]) for name in names}, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value  # numpy scalars
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_and_rows(path: Path, columns: Columns) -> Iterator[tuple[bytes, Row]]:
