@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetensors.flax import save_file
 
+from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.hf import exported_tensors, load_params, read_model_config
 from poly_epo_jax.model.hf_files import new_folder
 from poly_epo_jax.model.policy import find_model
@@ -29,6 +30,9 @@ def main(model: str, folder: Path) -> None:
     with new_folder(folder, replace=True) as new:
         copy_files(source, new, ("generation_config.json", *PATTERNS))
         written = read_object(source / "config.json", "create or download the model folder again")
+        if "text_config" in written:  # The copy of a folder with a vision model contains the language model only.
+            names = {"model_type": config.family, "architectures": [ARCHITECTURES[config.family].class_name]}
+            written = written["text_config"] | names
         write_json(new / "config.json", written | {"tie_word_embeddings": False})
         tensors = dict(exported_tensors(params | {"untied_head": params["embed"]}, untied, "float32"))
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
