@@ -15,7 +15,7 @@ the backward pass, and which arrays the backward pass recomputes.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -274,13 +274,10 @@ def _split_runs(config: ModelConfig, tree: Any, stack: str = "") -> list[Any]:
     """
     num_periods, runs = config.periods
     sizes = [size for name, size in runs if stack in ("", name)]
-    axis = int(num_periods > 1)
-
-    def split(x: jax.Array) -> Sequence[jax.Array]:
-        return jax.lax.split(x.reshape(num_periods, -1, *x.shape[1:]) if axis else x, sizes, axis)
-
+    if num_periods > 1:
+        tree = jax.tree.map(lambda x: x.reshape(num_periods, -1, *x.shape[1:]), tree)
     leaves, structure = jax.tree.flatten(tree)
-    parts = [split(x) for x in leaves] if len(sizes) > 1 or axis else [[x] for x in leaves]
+    parts = [jax.lax.split(x, sizes, int(num_periods > 1)) for x in leaves]
     return [structure.unflatten([part[i] for part in parts]) for i in range(len(sizes))]
 
 
