@@ -121,8 +121,9 @@ async def judge_groups(
             row = await _clustering(judge, group, variant)
             timing: Row = {"problem": group.name, **variant._asdict(), "seconds": time.monotonic() - start}
             counts = checked_counts(judge, judge.metrics(), {}) if isinstance(judge, HasMetrics) else {}
-            append_rows(path, [row])
+            # The request is repeated if the process is killed before its clustering is written.
             append_rows(folder / TIMING, [timing | counts])
+            append_rows(path, [row])
         num_complete += 1
         show(num_complete)
 
