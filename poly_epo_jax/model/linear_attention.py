@@ -234,17 +234,21 @@ def _chunk(carry, scanned):
     q, k, v, log_decay, beta, first = scanned
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2).swapaxes(1, 2) for x in (q, k))  # [B, H, C, D]
     v, beta = v.swapaxes(1, 2), beta.swapaxes(1, 2)[..., None]
-    total = jnp.cumsum(log_decay.swapaxes(1, 2), axis=2)  # [B, H, C]
-    end, last = total[..., -1:], first[:, -1:]
+    log_decay, last = log_decay.swapaxes(1, 2), first[:, -1:]
+    total = jnp.cumsum(log_decay, axis=2)  # [B, H, C]
+    # Sums from token j to token i >= j. Differences of `total` would have the rounding errors of all earlier tokens.
+    ones = jnp.tril(jnp.ones((CHUNK, CHUNK)))
+    later = log_decay[..., None] * jnp.tril(ones, -1)[None, None]
+    sums = jnp.einsum("il,bhlj->bhij", ones, later, precision="highest")
 
     def decays(logarithm, mask):
         return jnp.exp(jnp.where(mask, logarithm, -jnp.inf))
 
     is_visible = jnp.tril(first[:, :, None] == first[:, None, :])
-    between = decays(total[..., :, None] - total[..., None, :], is_visible[:, None])  # From token j to token i >= j.
+    between = decays(sums, is_visible[:, None])
     since_start = decays(total, (first == previous[:, None])[:, None])[..., None]
-    until_end = decays(end - total, (first == last)[:, None])[..., None]
-    whole = decays(end, (last == previous[:, None])[:, None])[..., None]
+    until_end = decays(sums[..., -1, :], (first == last)[:, None])[..., None]
+    whole = decays(total[..., -1:], (last == previous[:, None])[:, None])[..., None]
 
     # The change of the state by each token depends on the changes by the earlier tokens of the chunk.
     system = beta * jnp.einsum("bhid,bhjd->bhij", k, k) * between
