@@ -277,7 +277,8 @@ def _split_runs(config: ModelConfig, tree: Any, stack: str = "") -> list[Any]:
     if num_periods > 1:
         tree = jax.tree.map(lambda x: x.reshape(num_periods, -1, *x.shape[1:]), tree)
     leaves, structure = jax.tree.flatten(tree)
-    parts = [jax.lax.split(x, sizes, int(num_periods > 1)) for x in leaves]
+    # A split into one part would copy sharded weights.
+    parts = [jax.lax.split(x, sizes, int(num_periods > 1)) if len(sizes) > 1 else [x] for x in leaves]
     return [structure.unflatten([part[i] for part in parts]) for i in range(len(sizes))]
 
 
