@@ -1,8 +1,8 @@
 """Plans the memory of the gradient: the forward and backward pass of one microbatch.
 
-Each array that compiled programs were observed to hold has one entry. `LAYER_ARRAYS` lists the arrays of a layer, and
-`gradient_bytes`, `_head` and `_layer` list the others. `tests/memory_plan/test_plan.py` compares the sums with
-compiled programs.
+Each array that compiled programs were observed to hold has one entry, except for linear attention. `LAYER_ARRAYS` lists
+the arrays of a layer, and `gradient_bytes`, `_head` and `_layer` list the others. `tests/memory_plan/test_plan.py`
+compares the sums with compiled programs.
 """
 
 from typing import NamedTuple
@@ -64,6 +64,7 @@ LAYER_ARRAYS = (
     LayerArray("gate of the attention", "queries", True, _DOTS, "gated_attention"),
     LayerArray("sigmoid(gate)", "queries", True, ("none",), "gated_attention"),
     LayerArray("attention, gated", "queries", True, _EACH, "gated_attention"),
+    # The number of arrays of each width of linear attention was fitted to the memory of compiled programs for CPUs.
     LayerArray("product of qkv", "channels", False, _DOTS, "qkv"),
     *(LayerArray(f"inputs of the convolution, distance {i}", "channels", False, ("layer",)) for i in range(4)),
     LayerArray("gradient of the convolution", "channels", False, ("layer",), is_float32=True),

@@ -73,7 +73,7 @@ def write_window(config: ModelConfig) -> dict[str, Any]:
 
 def read_position_free(written: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the layers of SmolLM3, of which some have no positions, and by a setting some a window."""
-    num_layers, interval = _number(written, "num_hidden_layers"), written.get("no_rope_layer_interval") or 4
+    num_layers, interval = _number(written, "num_hidden_layers"), _number(written, "no_rope_layer_interval", 4)
     has_rope = written.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
     has_rope = _checked(has_rope, "no_rope_layers", num_layers, (0, 1))
     window = _window(written, 0) if written.get("use_sliding_window") else 0
@@ -107,7 +107,7 @@ def read_by_type(
       sliding_theta: Base of the frequencies of layers with a window. If None, equal to the base of the other layers.
     """
     num_layers = _number(written, "num_hidden_layers")
-    interval = written.get("sliding_window_pattern") or written.get("_sliding_window_pattern") or interval
+    interval = _number(written, "sliding_window_pattern", _number(written, "_sliding_window_pattern", interval))
     types = written.get("layer_types") or [
         FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers)
     ]
@@ -165,7 +165,7 @@ def read_linear(written: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: If the fraction is invalid, or if the numbers of heads of linear attention do not match.
     """
-    num_layers, interval = _number(written, "num_hidden_layers"), written.get("full_attention_interval") or 4
+    num_layers, interval = _number(written, "num_hidden_layers"), _number(written, "full_attention_interval", 4)
     types = written.get("layer_types") or _types_at_interval(num_layers, interval)
     rope = dict(written.get("rope_parameters") or written.get("rope_scaling") or {})
     for key in ("mrope_section", "mrope_interleaved"):

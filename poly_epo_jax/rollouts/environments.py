@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
+from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import (
     EnvironmentFailure,
     Episode,

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax.model.stop_strings import text_before
 from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.between_turns import encode_between
-from poly_epo_jax.rollouts.embedded.sampler import run_to_completion
 from poly_epo_jax.rollouts.environments import Environments
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
+from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import (
     Completion,
     EnvironmentFailure,

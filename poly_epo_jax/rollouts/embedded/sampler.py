@@ -1,9 +1,8 @@
 """Sampler that generates with the trainer's weights on the trainer's devices, with continuous batching."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -12,9 +11,8 @@ from jax.sharding import Mesh
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
+from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import Completion, Params, Request, Sampling
-
-T = TypeVar("T")
 
 
 class EmbeddedSampler:
@@ -110,13 +108,3 @@ class EmbeddedSampler:
             max_prompts,
             max_length=self.max_prompt_tokens + sampling.max_tokens,
         )
-
-
-async def run_to_completion(work: Awaitable[T]) -> T:
-    """Awaits `work`. If cancelled, waits until `work` has finished before it raises CancelledError."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

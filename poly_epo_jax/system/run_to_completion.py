@@ -1,0 +1,27 @@
+"""Awaits work to its end, although the waiting task is cancelled."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def run_to_completion(work: Awaitable[T]) -> T:
+    """Awaits work that must not be interrupted.
+
+    Args:
+      work: A coroutine, task or future.
+
+    Returns:
+      The result of the work.
+
+    Raises:
+      CancelledError: If the caller is cancelled. It is raised after the work has finished.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
