@@ -137,13 +137,8 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     values = (size * layer_values(model_config, machine, model_config.remat, stack) for stack, size in runs)
     # The inner scans of a period save arrays that the outer scan copies.
     kept = tokens * sum(values) * (num_periods + (num_periods > 1))
-    attention = (
-        len(model_config.stacks.get("layers", ()))
-        * model_config.hidden_size
-        * model_config.head_dim
-        * (model_config.num_heads + model_config.num_kv_heads)
-        * 2
-    )
+    attention_widths = model_config.head_dim * (model_config.num_heads + model_config.num_kv_heads)
+    attention = 2 * len(model_config.stacks.get("layers", ())) * model_config.hidden_size * attention_widths
     always = _terms(
         _Array("sum of gradients", trained, FLOAT32_BYTES),
         _Array("saved for the backward pass", kept, _activation_bytes(model_config, machine)),
@@ -157,10 +152,8 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     )
     head, layer = _head(model_config, machine, tokens), _layer(model_config, machine, tokens)
     if machine.platform == "tpu":
-        weights, is_converted = (
-            flops.weights_per_device(model_config, machine.mesh, of_layers=True),
-            model_config.dtype != model_config.param_dtype,
-        )
+        weights = flops.weights_per_device(model_config, machine.mesh, of_layers=True)
+        is_converted = model_config.dtype != model_config.param_dtype
         converted = _terms(_Array("converted layer weights", weights, value_bytes, is_converted))
         return always | converted | head | layer
     return always | max(layer, head, key=lambda terms: sum(terms.values()))
@@ -211,24 +204,21 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
     value_bytes, is_cpu, is_tpu = bytes_of(model_config.dtype), machine.platform == "cpu", machine.platform == "tpu"
     is_parameter = machine.weight_shards == 1 and model_config.dtype == model_config.param_dtype
     is_trained = not model_config.lora_targets  # The gradient of a frozen head is not computed.
-    head, chunk = (
-        model_config.vocab_size * model_config.hidden_size,
-        min(chunk_size(machine.device, model_config.vocab_size), tokens),
-    )
+    head = model_config.vocab_size * model_config.hidden_size
+    chunk = min(chunk_size(machine.device, model_config.vocab_size), tokens)
+    chunk_logits = chunk * model_config.vocab_size
+    # Memory that the logits share with the head gradient of the chunk, on TPUs.
+    shared = min(chunk, model_config.hidden_size) * model_config.vocab_size
     sums, logits = "head gradient sums", "logits of a chunk"
     return _terms(
         _Array("gathered head", head, value_bytes, not is_parameter),
         _Array(sums, head, FLOAT32_BYTES, is_trained),  # Sum over all chunks.
         _Array(sums, head, FLOAT32_BYTES, is_trained),  # Gradient of one chunk, before it is added to the sum.
         _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # Sum over devices.
-        _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES),
-        _Array(
-            logits, chunk * model_config.vocab_size, FLOAT32_BYTES if is_cpu else value_bytes
-        ),  # Gradient of the logits.
-        _Array(logits, chunk * model_config.vocab_size, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
-        _Array(
-            logits, -min(chunk, model_config.hidden_size) * model_config.vocab_size, FLOAT32_BYTES, is_tpu
-        ),  # Memory that the logits share with the head gradient of the chunk.
+        _Array(logits, chunk_logits, FLOAT32_BYTES),
+        _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes),  # Gradient of the logits.
+        _Array(logits, chunk_logits, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
+        _Array(logits, -shared, FLOAT32_BYTES, is_tpu),
         _Array("hidden states", 3 * tokens // machine.mesh["tensor"] * model_config.hidden_size, value_bytes),
     )
 
@@ -251,12 +241,10 @@ def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str
     experts = 3 * model_config.num_experts * model_config.hidden_size * model_config.mlp_size
     # Each device gathers the inputs of the experts and the gradients of their outputs over `expert`.
     gathered = 2 * (machine.mesh["expert"] - 1) * model_config.hidden_size * tokens
-    activations, head = (
-        sum(layer_values(model_config, machine, "layer", stack) for stack in model_config.stacks) * tokens + gathered,
-        model_config.vocab_size * model_config.hidden_size,
-    )
+    values = sum(layer_values(model_config, machine, "layer", stack) for stack in model_config.stacks)
+    head = model_config.vocab_size * model_config.hidden_size
     return _terms(
-        _Array("layer activations", activations, _activation_bytes(model_config, machine)),
+        _Array("layer activations", values * tokens + gathered, _activation_bytes(model_config, machine)),
         _Array("layer weights and gradients", weights, value_bytes, is_copied),
         _Array("layer weights and gradients", period, FLOAT32_BYTES, is_trained and num_periods > 1),
         _Array(
