@@ -206,10 +206,8 @@ def _generate(config: Config, model_config: ModelConfig, machine: Machine, cache
     prompts = -(-max(1, slots * shards // train.num_generations) // shards)
     value_bytes, tensor = bytes_of(model_config.dtype), machine.mesh["tensor"]
     prompt_length = 1 << (train.max_prompt_tokens - 1).bit_length()
-    slot, prompt = (
-        flops.cache_bytes(model_config, length, value_bytes) // tensor
-        for length in (max_sequence_tokens(config), prompt_length)
-    )
+    slot = flops.cache_bytes(model_config, max_sequence_tokens(config), value_bytes) // tensor
+    prompt = flops.cache_bytes(model_config, prompt_length, value_bytes) // tensor
     is_gathered = machine.mesh["fsdp"] * machine.mesh["expert"] > 1
     gathered = is_gathered * flops.weights_per_device(model_config, machine.mesh, ("fsdp", "expert")) * value_bytes
     return {

@@ -187,9 +187,8 @@ def _gains(kernel: Float[Array, "P N N"], generations: Float[Array, "P N F"]) ->
       generations: Values that determine the kernels. If they are equal for all generations of a prompt, the gains are
         exactly equal.
     """
-    own, taken = (
-        jnp.diagonal(matrix, axis1=1, axis2=2) for matrix in (kernel, jnp.linalg.solve(_plus_identity(kernel), kernel))
-    )
+    own = jnp.diagonal(kernel, axis1=1, axis2=2)
+    taken = jnp.diagonal(jnp.linalg.solve(_plus_identity(kernel), kernel), axis1=1, axis2=2)
     max_taken = own / (1 + own)
     taken = jnp.where(taken < 0, 0, jnp.where(taken > max_taken, max_taken, taken))  # rounding may exceed the bounds
     are_equal = (generations == generations[:, :1]).all(axis=(1, 2))[:, None]
