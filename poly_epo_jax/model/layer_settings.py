@@ -108,9 +108,7 @@ def read_by_type(
     """
     num_layers = _number(written, "num_hidden_layers")
     interval = _number(written, "sliding_window_pattern", _number(written, "_sliding_window_pattern", interval))
-    types = written.get("layer_types") or [
-        FULL if (layer + 1) % interval == 0 else SLIDING for layer in range(num_layers)
-    ]
+    types = written.get("layer_types") or _types_at_interval(num_layers, interval, SLIDING)
     by_type, max_position = written.get("rope_parameters") or {}, _number(written, "max_position_embeddings", 131_072)
     if by_type and not any(kind in by_type for kind in (FULL, SLIDING)):
         raise ValueError(f"rope_parameters {by_type!r} is not supported; nest it under {FULL!r} and {SLIDING!r}.")
@@ -166,7 +164,7 @@ def read_linear(written: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: If the fraction is invalid, or if the numbers of heads of linear attention do not match.
     """
     num_layers, interval = _number(written, "num_hidden_layers"), _number(written, "full_attention_interval", 4)
-    types = written.get("layer_types") or _types_at_interval(num_layers, interval)
+    types = written.get("layer_types") or _types_at_interval(num_layers, interval, LINEAR)
     rope = dict(written.get("rope_parameters") or written.get("rope_scaling") or {})
     for key in ("mrope_section", "mrope_interleaved"):
         rope.pop(key, None)
@@ -207,15 +205,15 @@ def full_attention_interval(config: ModelConfig) -> int | None:
     """Returns the number N for which exactly every N-th layer has full attention. Returns None if there is none."""
     types = _linear_types(config)
     interval = types.index(FULL) + 1 if FULL in types else 0
-    return interval if interval and types == _types_at_interval(len(types), interval) else None
+    return interval if interval and types == _types_at_interval(len(types), interval, LINEAR) else None
 
 
 def _linear_types(config: ModelConfig) -> list[str]:
     return [LINEAR if name == "linear_layers" else FULL for name, _ in config.places]
 
 
-def _types_at_interval(num_layers: int, interval: int) -> list[str]:
-    return [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)]
+def _types_at_interval(num_layers: int, interval: int, others: str) -> list[str]:
+    return [FULL if (layer + 1) % interval == 0 else others for layer in range(num_layers)]
 
 
 def _shared_rope(written: Mapping[str, Any], theta: float) -> Rope:
@@ -240,7 +238,7 @@ def _window(written: Mapping[str, Any], default: int) -> int:
 
 def _number(written: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = default if written.get(key) is None else written[key]
-    if not isinstance(value, int | float) or value < 1 or value != int(value):
+    if not isinstance(value, int | float) or value < 1 or value % 1:  # inf % 1 is NaN.
         raise ValueError(f"{key}={value!r} must be a whole number greater than 0; correct it.")
     return int(value)
 

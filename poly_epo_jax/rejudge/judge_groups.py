@@ -121,7 +121,7 @@ async def judge_groups(
             row = await _clustering(judge, group, variant)
             timing: Row = {"problem": group.name, **variant._asdict(), "seconds": time.monotonic() - start}
             counts = checked_counts(judge, judge.metrics(), {}) if isinstance(judge, HasMetrics) else {}
-            # The request is repeated if the process is killed before its clustering is written.
+            # If the process is killed between the two writes, the request is repeated, and each request has its timing.
             append_rows(folder / TIMING, [timing | counts])
             append_rows(path, [row])
         num_complete += 1

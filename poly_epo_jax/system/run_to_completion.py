@@ -1,4 +1,4 @@
-"""Awaits work to its end, although the waiting task is cancelled."""
+"""Awaits work until it has finished, even if the waiting task is cancelled."""
 
 import asyncio
 from collections.abc import Awaitable

@@ -249,6 +249,7 @@ def test_saved_configs_have_old_and_new_keys(dtype, tmp_path):
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
         ({"model_type": "qwen3_5_text", "layer_types": ["sliding_attention"] * 2}, "layer_types=.* 2 values .*linear_"),
         ({"model_type": "qwen3_5_text", "full_attention_interval": "4"}, "full_attention_interval='4' must be a whole"),
+        ({"model_type": "qwen3_5_text", "full_attention_interval": float("inf")}, "full_attention_interval=inf must"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be a whole number"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": "6"}, "sliding_window_pattern='6' must be a whole"),
         ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate False is not supported"),
