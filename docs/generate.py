@@ -17,7 +17,7 @@ from unittest import mock
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.cli import COMMANDS
-from poly_epo_jax.config.checks import Check, Range
+from poly_epo_jax.config.checks import Check
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.methods import METHOD_PRESETS
@@ -25,6 +25,7 @@ from poly_epo_jax.config.options import Entry, checks_of, options_of
 from poly_epo_jax.config.section import Section
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS, EvaluationMetric
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
+from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.read_config import KNOWN_NAMES, registry_entries
 
 REFERENCE = Path(__file__).parent / "reference"

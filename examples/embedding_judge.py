@@ -18,10 +18,10 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config import default
-from poly_epo_jax.config.checks import Range
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges import JUDGES, JudgeEntry
 from poly_epo_jax.judges.ngrams import cluster_similar
+from poly_epo_jax.registry import Range
 from poly_epo_jax.types import Clustering, Group, Task
 
 Encode = Callable[[Sequence[str]], Float[np.ndarray, "N D"]]

@@ -25,9 +25,10 @@ from outcome import Outcome
 
 from poly_epo_jax import main
 from poly_epo_jax.config import default
-from poly_epo_jax.config.checks import Check, Range, check_of_type
+from poly_epo_jax.config.checks import Check, check_of_type
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.options import checks_of, options_of
+from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.prepare import prepare
 from poly_epo_jax.startup.read_config import KNOWN_NAMES, read_config, registry_entries
 

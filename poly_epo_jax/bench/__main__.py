@@ -28,13 +28,14 @@ from poly_epo_jax.bench.console import console_table, wide_console, write_figure
 from poly_epo_jax.bench.roofline import measure_roofline
 from poly_epo_jax.bench.stages import stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
-from poly_epo_jax.config.checks import Range, validate
+from poly_epo_jax.config.checks import validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_memory, check_writable, model_shape
 from poly_epo_jax.step.packing import row_tokens

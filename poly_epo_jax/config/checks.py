@@ -6,8 +6,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
+from poly_epo_jax.registry import Range
 from poly_epo_jax.system.text import UNPRINTABLE
-from poly_epo_jax.types import Range as Range
 
 
 class ConfigError(ValueError):

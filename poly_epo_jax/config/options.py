@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from poly_epo_jax.config.checks import PLAIN, Check, ConfigError, Range, check_of_type, validate
+from poly_epo_jax.config.checks import PLAIN, Check, ConfigError, check_of_type, validate
+from poly_epo_jax.registry import Range
 from poly_epo_jax.system.text import did_you_mean
 
 

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from poly_epo_jax.config.checks import Check, ConfigError, Range, check_of_type, validate
+from poly_epo_jax.config.checks import Check, ConfigError, check_of_type, validate
 from poly_epo_jax.config.renamed import RENAMED
+from poly_epo_jax.registry import Range
 from poly_epo_jax.system.text import did_you_mean
 
 S = TypeVar("S", bound="Section")

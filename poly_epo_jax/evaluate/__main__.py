@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.config.checks import URL, Range, validate
+from poly_epo_jax.config.checks import URL, validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.evaluate.benchmarks import (
     Benchmark,
@@ -51,6 +51,7 @@ from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
+from poly_epo_jax.registry import Range
 from poly_epo_jax.rollouts import model_info, open_server, open_weights
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
 from poly_epo_jax.rollouts.grading import EpisodeError

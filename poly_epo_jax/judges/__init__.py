@@ -8,6 +8,7 @@ from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.judges.ngrams import NgramsJudge
+from poly_epo_jax.registry import Registry
 from poly_epo_jax.types import (
     DEGENERATE_CLUSTER,
     Group,
@@ -15,7 +16,6 @@ from poly_epo_jax.types import (
     Identified,
     Interactive,
     Judge,
-    Registry,
     ServerBacked,
     Strategic,
     Task,

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 
 import httpx
 
-from poly_epo_jax.config.checks import NOT_EMPTY, Range, one_of
+from poly_epo_jax.config.checks import NOT_EMPTY, one_of
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.capacity import TOKENS_PER_FREE_VERDICT, TOKENS_PER_VERDICT, capacity_warnings
 from poly_epo_jax.judges.chat_server import ChatServer
 from poly_epo_jax.judges.prompt import ReplyKeys, build_messages, load_rubric, reply_schema, rubric_file
 from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name, read_usage
+from poly_epo_jax.registry import Range
 from poly_epo_jax.system.digests import file_digests
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad, Task

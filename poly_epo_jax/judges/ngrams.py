@@ -8,9 +8,9 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from poly_epo_jax.config.checks import Range
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.exact import clusters_of
+from poly_epo_jax.registry import Range
 from poly_epo_jax.types import Clustering, Group, Task
 
 ROUNDING = 1e-5  # rounding error of float32 cosines, so that equal texts also match at a threshold of 1

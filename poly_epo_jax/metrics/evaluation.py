@@ -16,7 +16,7 @@ from poly_epo_jax.metrics.diversity import correct_clusters, incorrect_clusters
 from poly_epo_jax.metrics.intervals import ROUNDING
 from poly_epo_jax.metrics.majority import answer_entropy, majority_at_k
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
-from poly_epo_jax.types import Registry
+from poly_epo_jax.registry import Registry
 
 PASS, CORRECT_CLUSTERS = "pass", "correct_clusters"
 MAJORITY_ACCURACY, MAJORITY_VOTE_SHARE = "majority_accuracy", "majority_vote_share"

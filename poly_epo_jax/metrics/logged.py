@@ -8,7 +8,7 @@ listed here. A configuration file can register the metrics that its own componen
 import dataclasses
 
 from poly_epo_jax.metrics import evaluation
-from poly_epo_jax.types import Registry
+from poly_epo_jax.registry import Registry
 
 _HELD_OUT = "eval/"
 

@@ -36,7 +36,7 @@ from poly_epo_jax.model.layer_settings import (
     write_uniform,
     write_window,
 )
-from poly_epo_jax.types import Registry
+from poly_epo_jax.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,13 +36,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from poly_epo_jax.config.checks import Range, validate
+from poly_epo_jax.config.checks import validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.evaluate.folder import open_folder
 from poly_epo_jax.judges import JUDGES, judge_identity
 from poly_epo_jax.judges.capacity import CHARS_PER_TOKEN, warn_capacity
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.records.run_folder import LOCK
+from poly_epo_jax.registry import Range
 from poly_epo_jax.rejudge.inputs import RecordedGroup, RecordedTask, read_inputs, with_answers
 from poly_epo_jax.rejudge.judge_groups import FIRST, REQUESTED_AGAIN, Variant, judge_groups, timing_summary, variants
 from poly_epo_jax.rejudge.page import JUDGE_COLUMNS, PAIR_COLUMNS, format_mean, write_page

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.registry import Registry
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.servers.adopted_weights import AdoptedWeights
 from poly_epo_jax.rollouts.servers.client import ServerSampler
@@ -20,7 +21,7 @@ from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG, check_network
 from poly_epo_jax.rollouts.sglang.tensor_sync import TensorSync
 from poly_epo_jax.rollouts.vllm import VLLM
-from poly_epo_jax.types import Registry, Sampler
+from poly_epo_jax.types import Sampler
 
 WEIGHT_SYNCS = ("disk", "tensor")
 

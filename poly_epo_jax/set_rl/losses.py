@@ -18,8 +18,8 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
+from poly_epo_jax.registry import Range, Registry
 from poly_epo_jax.set_rl.groups import Scalars, as_array, as_features
-from poly_epo_jax.types import Range, Registry
 
 
 class Tokens(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Shaped
 
+from poly_epo_jax.registry import Registry
 from poly_epo_jax.set_rl.advantages import (
     ClosedForm,
     SetObjective,
@@ -23,7 +24,7 @@ from poly_epo_jax.set_rl.advantages import (
 from poly_epo_jax.set_rl.estimators.best_of_k import pass_at_n_advantages
 from poly_epo_jax.set_rl.estimators.embedding_based import cosines, log_volume
 from poly_epo_jax.set_rl.groups import as_features
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Registry
+from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 SetScalars = Shaped[Array | np.ndarray, "*prompts K n"] | Sequence[Any]
 SetEmbeddings = Shaped[Array | np.ndarray, "*prompts K n D"] | Sequence[Any]

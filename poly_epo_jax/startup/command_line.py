@@ -18,10 +18,11 @@ from typing import Any, get_origin
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax.config.checks import Range, check_of_type, validate
+from poly_epo_jax.config.checks import check_of_type, validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.options import checks_of, options_of
 from poly_epo_jax.config.renamed import RENAMED
+from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.config_file import load_config
 from poly_epo_jax.startup.read_config import KNOWN_NAMES, read_config, refuse_passwords, registry_entries
 from poly_epo_jax.system.signals import exit_code

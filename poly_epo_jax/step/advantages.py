@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Shaped, UInt32
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.config.checks import Range
 from poly_epo_jax.config.keys import AlgoSection
+from poly_epo_jax.registry import Range, Registry
 from poly_epo_jax.rollouts.groups import generation_seeds
-from poly_epo_jax.types import Clustering, Generation, GradedGroup, Problem, Registry
+from poly_epo_jax.types import Clustering, Generation, GradedGroup, Problem
 
 Features = Mapping[str, jax.Array | np.ndarray]
 """Feature arrays of shape [P, N, ...] by name, for P prompts with N generations each."""

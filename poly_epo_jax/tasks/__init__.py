@@ -5,6 +5,7 @@ To add a task, implement the `types.Task` protocol in a new file and add one lin
 
 from collections.abc import Callable
 
+from poly_epo_jax.registry import Registry
 from poly_epo_jax.tasks.countdown import CountdownTask
 from poly_epo_jax.tasks.countdown_prose import CountdownProseTask
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
@@ -17,7 +18,7 @@ from poly_epo_jax.tasks.polynomial import PolynomialTask
 from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
 from poly_epo_jax.tasks.reasoning_gym import ReasoningGymTask
 from poly_epo_jax.tasks.textarena import TextArenaTask
-from poly_epo_jax.types import Registry, Task
+from poly_epo_jax.types import Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(
     polynomial=PolynomialTask,

@@ -14,7 +14,8 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from poly_epo_jax.config.checks import Range, one_of
+from poly_epo_jax.config.checks import one_of
+from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.synthetic import CharacterTask
 from poly_epo_jax.types import Generation, Problem

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from poly_epo_jax.config.checks import Range
+from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.arithmetic import parse_expression, value
 from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem

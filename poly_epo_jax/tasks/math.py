@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY, Range
+from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY
+from poly_epo_jax.registry import Range
 from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, load_problems, prompted

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
-from poly_epo_jax.config.checks import Range
+from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.synthetic import CharacterTask
 from poly_epo_jax.types import Generation, Problem

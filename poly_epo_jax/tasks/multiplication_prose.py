@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from poly_epo_jax.config.checks import Range
+from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.arithmetic import Expression, equations, product, value
 from poly_epo_jax.tasks.decomposition import Decomposition, decomposition
 from poly_epo_jax.tasks.multiplication import operand_pairs, operands

@@ -12,7 +12,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
-from poly_epo_jax.config.checks import Range
+from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated
 
-from poly_epo_jax.config.checks import Range
+from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.polynomial import coefficients, polynomial_text, polynomial_value
 from poly_epo_jax.tasks.synthetic import SyntheticTask
 from poly_epo_jax.types import Generation, Problem

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from poly_epo_jax.config.checks import NOT_EMPTY, SEED, Range
+from poly_epo_jax.config.checks import NOT_EMPTY, SEED
+from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, prompted
 from poly_epo_jax.tasks.verifier import Grader, Verifier
 from poly_epo_jax.types import Generation, Problem

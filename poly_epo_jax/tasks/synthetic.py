@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from poly_epo_jax.config.checks import SEED, Range
+from poly_epo_jax.config.checks import SEED
+from poly_epo_jax.registry import Range
 from poly_epo_jax.types import Problem
 
 

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import numpy as np
 
-from poly_epo_jax.config.checks import NOT_EMPTY, SEED, Range, one_of
+from poly_epo_jax.config.checks import NOT_EMPTY, SEED, one_of
+from poly_epo_jax.registry import Range
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.tasks.verifier import Grader, Outcome as PlayerFailure, Verifier
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem

@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 import pytest
 
-from poly_epo_jax.config.checks import ConfigError, Range
+from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.options import Entry, check_options
+from poly_epo_jax.registry import Range
 
 
 def judge(task: Any, section: Any, *, attempts: int = 3, share: float = 0.5, rubric: str = "", strict: bool = False):

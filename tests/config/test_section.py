@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY, Check, ConfigError, Range, one_of
+from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY, Check, ConfigError, one_of
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.config.renamed import RENAMED
 from poly_epo_jax.config.section import Section, key, read_section
+from poly_epo_jax.registry import Range
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "poly_epo_jax"
 NAME = PACKAGE.name
 LAYERS = (
     "types",
+    "registry",
     "system",
     "config",
     "set_rl",

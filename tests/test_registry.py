@@ -3,7 +3,7 @@
 import pytest
 
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.types import Registry
+from poly_epo_jax.registry import Registry
 
 
 def test_a_registered_name_is_rejected():
