@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from cpu_seconds import CpuSeconds
 from fork_server import ForkServer
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
@@ -31,6 +32,15 @@ MAX_MEMORY_MAPS = 20_000
 
 install_import_hook("poly_epo_jax", "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--max-cpu-seconds", type=float, help="print CPU seconds, and fail if all tests take more")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (limit := config.getoption("max_cpu_seconds")) is not None:
+        config.pluginmanager.register(CpuSeconds(limit))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,18 +58,24 @@ def test_rs_grpo_equals_float64(num_generations, beta):
     assert (found[np.ptp(rewards, axis=1) == 0] == 0).all()
 
 
+def reflected(vectors, axis):
+    """Returns the images of vectors under the reflection along a unit vector, which mixes all components."""
+    return vectors - 2 * np.outer(vectors @ axis, axis)
+
+
 def unnormalized_embeddings(rng, N, D):
     """Returns embeddings of several scales, with an offset, some large components, and nearly repeated rows."""
     normal = rng.normal(size=(N, D))
-    rotation = np.linalg.qr(rng.normal(size=(D, D)))[0]
+    axis = rng.normal(size=D)
+    axis /= np.linalg.norm(axis)
     large = normal * np.where(np.arange(D) < 2, 1000, 1)
     return [
         *(scale * normal for scale in (1e-3, 1, 100, 1e6)),
         1e3 + normal,
         100 * rng.normal(size=D) + 0.01 * normal,
         large,
-        large @ rotation,
-        normal * np.geomspace(1e3, 1e-2, D) @ rotation,
+        reflected(large, axis),
+        reflected(normal * np.geomspace(1e3, 1e-2, D), axis),
         normal * 1000.0 ** rng.uniform(-1, 1, (N, 1)),
         100 * normal[np.arange(N) // 2],
         100 * normal[np.arange(N) // 2] + 0.05 * rng.normal(size=(N, D)),
