@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Runs all checks: style, types, and all tests, including slow tests and tests with real SGLang and vLLM servers. Arguments
-# are passed to pytest, e.g. `-m "not slow"` to skip tests that take more than about two seconds.
+# Runs style checks, type checks and tests. The default tests take less than 10 minutes on two CPU cores and only use the
+# packages of the extra `test`. `all` adds tests that require torch, a server or another environment, or many CPU seconds.
+#
+#   bash launch/test.sh                 default tests
+#   bash launch/test.sh all             all tests, including tests with real SGLang and vLLM servers: about 40 minutes
+#   bash launch/test.sh all -m slow     only the tests that the default tests omit; other arguments are passed to pytest
+#   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
 #
 # If torch for CPUs, JetStream, reasoning-gym, TextArena, or the environment of SGLang, vLLM or the TPU compiler cannot be
-# installed, their tests are skipped with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
+# installed, `all` skips their tests with a warning. With POLY_EPO_REQUIRE_TORCH=1, POLY_EPO_REQUIRE_JETSTREAM=1,
 # POLY_EPO_REQUIRE_REASONING_GYM=1, POLY_EPO_REQUIRE_TEXTARENA=1, POLY_EPO_REQUIRE_SGLANG=1, POLY_EPO_REQUIRE_VLLM=1 or
-# POLY_EPO_REQUIRE_LIBTPU=1, this script fails instead.
-#
-#   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
+# POLY_EPO_REQUIRE_LIBTPU=1, it fails instead.
 source "$(dirname "$0")/help.sh"
 source "$(dirname "$0")/setup_env.sh" "[test]"
 
@@ -19,22 +22,28 @@ optional() { # NAME COMMAND...
   echo "Warning: $name is not available; its tests are skipped." >&2
 }
 
-optional REASONING_GYM bash launch/reasoning_gym.sh
-optional TEXTARENA bash launch/textarena.sh
-optional TORCH bash launch/torch.sh
-optional JETSTREAM bash third_party/jetstream/setup.sh
+# The tests of a file share their fixtures, so one process runs them.
+tests=(--numprocesses=2 --dist=loadfile)
+if [ "${1:-}" = all ]; then
+  shift
+  # Three processes keep two cores busy, because many of these tests wait for servers.
+  tests=(--numprocesses=3 --dist=loadfile -m "")
+  optional REASONING_GYM bash launch/reasoning_gym.sh
+  optional TEXTARENA bash launch/textarena.sh
+  optional TORCH bash launch/torch.sh
+  optional JETSTREAM bash third_party/jetstream/setup.sh
+  optional SGLANG bash third_party/sglang/setup.sh cpu
+  optional VLLM bash third_party/vllm/setup.sh cpu
+  optional LIBTPU bash launch/compiler_env.sh tpu
+fi
 ruff check .
 ruff format --check .
-optional SGLANG bash third_party/sglang/setup.sh cpu
-optional VLLM bash third_party/vllm/setup.sh cpu
-optional LIBTPU bash launch/compiler_env.sh tpu
 # Checking types takes a minute on one core, so pyright runs in parallel with the tests. Its output is printed last.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 pyright >"$types" 2>&1 &
-# Three processes keep two cores busy, because many tests wait for servers. The tests of a file share their fixtures.
 passed=0
-pytest --numprocesses=3 --dist=loadfile "$@" || passed=$?
+pytest "${tests[@]}" "$@" || passed=$?
 wait $! || passed=$?
 cat "$types"
 exit "$passed"

@@ -11,7 +11,7 @@ import quick_compiles
 # Must be set before jax is imported: eight CPU devices for meshes, and fast compilation, which dominates the test time.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
-# launch/test.sh installs torch here for comparisons. Processes that tests start must not find it.
+# launch/test.sh all installs torch here for comparisons. Processes that tests start must not find it.
 sys.path.append(os.path.join(sys.prefix, "torch"))
 # Test processes and later runs share compiled programs. With a size limit, files in use are locked.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))

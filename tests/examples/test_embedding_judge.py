@@ -59,7 +59,7 @@ def test_chains_of_similar_responses_share_a_cluster(example: dict[str, Any], de
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes a tiny BERT with random weights, whose tokens are words."""
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
-        pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+        pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh all installs it for CPUs")
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import BertConfig, BertModel, BertTokenizer
 

@@ -102,7 +102,7 @@ def test_the_command_prints_how_to_upload(exported: Path, tmp_path: Path, capsys
 def test_transformers_generates_the_responses_of_the_sampler(exported: Path):
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
         pytest.importorskip(
-            "torch", reason="torch is not installed; run bash launch/test.sh, which installs it for CPUs"
+            "torch", reason="torch is not installed; run bash launch/test.sh all, which installs it for CPUs"
         )
     model = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)

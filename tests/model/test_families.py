@@ -32,7 +32,7 @@ if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
     import torch  # pyright: ignore[reportMissingImports]
 else:
     torch = pytest.importorskip(
-        "torch", reason="torch is not installed; run bash launch/test.sh, which installs it for CPUs"
+        "torch", reason="torch is not installed; run bash launch/test.sh all, which installs it for CPUs"
     )
 
 torch.set_num_threads(1)

@@ -95,7 +95,7 @@ def _params(config):
 def _torch():
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
         pytest.importorskip(
-            "torch", reason="torch is not installed; run bash launch/test.sh, which installs it for CPUs"
+            "torch", reason="torch is not installed; run bash launch/test.sh all, which installs it for CPUs"
         )
     import torch  # pyright: ignore[reportMissingImports]
 

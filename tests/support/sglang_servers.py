@@ -37,7 +37,7 @@ def require_torch() -> str:
       Folder of torch, for the PYTHONPATH of processes that import it.
     """
     if not os.environ.get("POLY_EPO_REQUIRE_TORCH"):
-        pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh installs it for CPUs")
+        pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh all installs it for CPUs")
     return os.path.join(sys.prefix, "torch")
 
 

@@ -25,7 +25,7 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER, Group, HasAnswers, PartialCre
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("POLY_EPO_REQUIRE_REASONING_GYM"),
-    reason="requires the extra reasoning-gym, which launch/test.sh installs",
+    reason="requires the extra reasoning-gym, which `launch/test.sh all` installs",
 )
 
 WRONG = {

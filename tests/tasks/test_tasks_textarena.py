@@ -25,7 +25,7 @@ from poly_epo_jax.types import EpisodeFailure, Interactive, Outcome, Strategic
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("textarena") is None and not os.environ.get("POLY_EPO_REQUIRE_TEXTARENA"),
-    reason="requires the extra textarena, which launch/test.sh installs",
+    reason="requires the extra textarena, which `launch/test.sh all` installs",
 )
 
 DIRECTIONS = ("up", "down", "left", "right")

@@ -75,7 +75,7 @@ _stand_in_for_seqio()
 with _root_logger_kept():
     from jetstream.core import config_lib, orchestrator, server_lib  # pyright: ignore[reportMissingImports]
     from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc  # pyright: ignore[reportMissingImports]
-    from jetstream.engine import engine_api, token_utils, tokenizer_api  # pyright: ignore[reportMissingImports]
+    from jetstream.engine import engine_api, token_utils, tokenizer_api  # pyright: ignore
 
 __all__ = [
     "Driver",

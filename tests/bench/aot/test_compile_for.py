@@ -1,6 +1,6 @@
 """Tests of a run's programs compiled for TPUs, with two layers of the width of Qwen3-4B.
 
-The programs are not run. The tests require the environment of launch/compiler_env.sh, which launch/test.sh creates.
+The programs are not run. The tests require the environment of launch/compiler_env.sh, which launch/test.sh all creates.
 """
 
 import json
