@@ -149,7 +149,7 @@ def test_logits_and_greedy_tokens_match_transformers(model: Path, policy: Policy
     if os.environ.get("POLY_EPO_REQUIRE_TORCH"):
         import torch  # pyright: ignore[reportMissingImports]
     else:
-        torch = pytest.importorskip("torch", reason="torch is not installed: bash launch/test.sh all installs it for CPUs")
+        torch = pytest.importorskip("torch", reason="torch is not installed: run bash launch/test.sh all")
     torch.set_num_threads(1)
     transformer = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     params = policy.load_params(MESH)
