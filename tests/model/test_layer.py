@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import tiny_params
 from flax import nnx
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.layer import rms_norm
 from poly_epo_jax.model.rope import Rope, make_rotation, rotate
-from poly_epo_jax.model.transformer import REMAT_POLICIES, Transformer
+from poly_epo_jax.model.transformer import REMAT_POLICIES, abstract_model, init_params
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 QWEN3 = ModelConfig(
@@ -45,16 +46,13 @@ LENGTHS = (5, 9, 1)
 ROW = 16  # Tokens per row: the three sequences and one padding token.
 
 
+@functools.cache
 def random_params(config, seed=0):
-    """Draws initial weights and adds noise, so that norms are not 1 and biases are not 0."""
-    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(seed)))[1])
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), params)
+    return jax.tree.map(jnp.asarray, tiny_params(seed, abstract_model(config), scale=0.2))
 
 
 def build(config, params):
-    graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))[0]
-    return nnx.merge(graphdef, params)
+    return nnx.merge(nnx.split(abstract_model(config))[0], params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -166,9 +164,8 @@ def test_types_match_the_config():
 
 
 def test_initial_logits_have_unit_scale():
-    config = FAMILIES["llama"]
-    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(0)))[1])
-    logits = forward(config, params, pack(*sequences())) @ params["untied_head"].T
+    params = jax.jit(init_params, static_argnums=0)(QWEN3)
+    logits = forward(QWEN3, params, pack(*sequences())) @ params["embed"].T
     assert 0.5 < float(jnp.std(logits)) < 2
 
 
@@ -192,12 +189,12 @@ def test_rope_rotates_each_pair_by_its_angle():
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_gradients_do_not_depend_on_the_mesh():
-    config = dataclasses.replace(QWEN3, vocab_size=64)
+    config = dataclasses.replace(QWEN3, vocab_size=64, remat="none")
     params = random_params(config)
     batch = tuple(jnp.concatenate([x] * 8) for x in pack(*sequences()))
     expected = loss_gradients(config, params, batch)
     mesh = make_mesh(2, 2, 2)
-    shardings = param_shardings(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), mesh)
+    shardings = param_shardings(abstract_model(config), mesh)
     with jax.set_mesh(mesh):
         found = loss_gradients(config, jax.device_put(params, shardings), batch)
     assert_trees_close(found, expected, atol=1e-5)
