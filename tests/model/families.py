@@ -53,7 +53,11 @@ def by_type(full: dict[str, Any]) -> dict[str, Any]:
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "qwen2": ("Qwen2", {"rope_parameters": DEFAULT, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
-    "qwen3_yarn": ("Qwen3", {"rope_parameters": YARN | {"beta_fast": 4.0, "truncate": False}, "head_dim": 12}),
+    "qwen3_yarn": (
+        "Qwen3",
+        # With these numbers of periods, neither bound of the interpolation is at an end of the frequencies.
+        {"rope_parameters": YARN | {"beta_fast": 2.0, "beta_slow": 0.1, "truncate": False}, "head_dim": 12},
+    ),
     "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 12}),
     "smollm3": (
         "SmolLM3",
