@@ -12,7 +12,6 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.layer import rms_norm
 from poly_epo_jax.model.rope import Rope, make_rotation, rotate
 from poly_epo_jax.model.transformer import REMAT_POLICIES, abstract_model, init_params
-from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 QWEN3 = ModelConfig(
     vocab_size=61,
@@ -51,8 +50,13 @@ def random_params(config, seed=0):
     return jax.tree.map(jnp.asarray, tiny_params(seed, abstract_model(config), scale=0.2))
 
 
+@functools.cache
+def graph(config):
+    return nnx.split(abstract_model(config))[0]
+
+
 def build(config, params):
-    return nnx.merge(nnx.split(abstract_model(config))[0], params)
+    return nnx.merge(graph(config), params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -102,8 +106,9 @@ def test_packed_sequences_do_not_see_each_other(name):
 def test_later_tokens_do_not_change_earlier_ones():
     params = random_params(QWEN3)
     tokens, positions, segment_ids = pack(np.arange(ROW))
-    before = forward(QWEN3, params, (tokens, positions, segment_ids))
-    after = forward(QWEN3, params, (tokens.at[0, 9].add(20), positions, segment_ids))
+    before = np.asarray(forward(QWEN3, params, (tokens, positions, segment_ids)))
+    tokens = np.where(np.arange(ROW)[None] == 9, 29, tokens).astype(np.int32)
+    after = np.asarray(forward(QWEN3, params, (tokens, positions, segment_ids)))
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert (np.abs(before[:, 9:] - after[:, 9:]).max(-1) > 1e-3).all()
 
@@ -185,16 +190,3 @@ def test_rope_rotates_each_pair_by_its_angle():
     rotated = (x[..., :4] + 1j * x[..., 4:]) * rotation
     found = rotate(jnp.asarray(x, jnp.float32), make_rotation(Rope(50.0), 8, jnp.asarray(positions)))
     np.testing.assert_allclose(found, np.concatenate([rotated.real, rotated.imag], -1), atol=1e-4)
-
-
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-def test_gradients_do_not_depend_on_the_mesh():
-    config = dataclasses.replace(QWEN3, vocab_size=64, remat="none")
-    params = random_params(config)
-    batch = tuple(jnp.concatenate([x] * 8) for x in pack(*sequences()))
-    expected = loss_gradients(config, params, batch)
-    mesh = make_mesh(2, 2, 2)
-    shardings = param_shardings(abstract_model(config), mesh)
-    with jax.set_mesh(mesh):
-        found = loss_gradients(config, jax.device_put(params, shardings), batch)
-    assert_trees_close(found, expected, atol=1e-5)
