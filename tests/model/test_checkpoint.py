@@ -208,11 +208,20 @@ def test_a_corrupted_newest_checkpoint_is_moved_and_saved_again(tmp_path, capsys
     assert Checkpoints(tmp_path / "checkpoints").restore_latest(lambda step: step) == (6, 6)
 
 
-@pytest.mark.parametrize("key", ["data", "fingerprints", "digest"])
-def test_a_changed_record_is_detected(tmp_path, key):
-    checkpoints = Checkpoints(tmp_path)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder with the small checkpoint of step 3."""
+    folder = tmp_path_factory.mktemp("saved")
+    checkpoints = Checkpoints(folder)
     save_small(checkpoints, 3)
     checkpoints.close()
+    return folder
+
+
+@pytest.mark.parametrize("key", ["data", "fingerprints", "digest"])
+def test_a_changed_record_is_detected(tmp_path, saved, key):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    checkpoints = Checkpoints(tmp_path)
     file = tmp_path / "3" / "data" / "metadata"
     content = json.loads(file.read_text())
     content[key] = {"data": {"step": 4}, "fingerprints": {"x": 1}, "digest": "0"}[key]
@@ -222,14 +231,13 @@ def test_a_changed_record_is_detected(tmp_path, key):
     assert steps_on_disk(tmp_path) == [3]
 
 
-@pytest.mark.parametrize("record", [[], 3, None, {}, {"digest": "0"}, {"data": {}, "fingerprints": {}}])
-def test_an_invalid_record_is_corrupted(tmp_path, record):
+def test_an_invalid_record_is_corrupted(tmp_path, saved):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     checkpoints = Checkpoints(tmp_path)
-    save_small(checkpoints, 3)
-    checkpoints.close()
-    (tmp_path / "3" / "data" / "metadata").write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match="3 is corrupted"):
-        restore_small(checkpoints, 3)
+    for record in ([], 3, None, {}, {"digest": "0"}, {"data": {}, "fingerprints": {}}):
+        (tmp_path / "3" / "data" / "metadata").write_text(json.dumps(record))
+        with pytest.raises(CheckpointError, match="3 is corrupted"):
+            restore_small(checkpoints, 3)
 
 
 @pytest.mark.parametrize(

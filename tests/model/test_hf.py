@@ -1,13 +1,13 @@
 import dataclasses
+import functools
 import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from flax import nnx
+from fakes import tiny_params
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -18,7 +18,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import load_params, read_model_config, save_pretrained
 from poly_epo_jax.model.layer_settings import full_attention_interval, write_linear
 from poly_epo_jax.model.rope import Linear, Rope, Yarn
-from poly_epo_jax.model.transformer import Transformer
+from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
 
 FLOAT32: dict[str, Any] = {"dtype": "float32", "attention": "blockwise"}
@@ -27,11 +27,9 @@ SMALL = ModelConfig(
 )
 
 
+@functools.cache
 def random_params(config, seed=0):
-    """Draws initial weights and adds noise, so that norms are not 1 and biases are not 0."""
-    params = nnx.to_pure_dict(nnx.split(Transformer(config, nnx.Rngs(seed)))[1])
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: x + jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), params)
+    return tiny_params(seed, abstract_model(config), scale=0.25)
 
 
 def assert_trees_equal(found, expected):
@@ -61,7 +59,7 @@ def test_loaded_params_have_the_structure_of_the_model(tmp_path):
 def test_weights_have_the_given_shardings(tmp_path):
     params = random_params(SMALL)
     save_pretrained(tmp_path / "model", params, SMALL, dtype="float32")
-    shardings = param_shardings(nnx.eval_shape(lambda: Transformer(SMALL, nnx.Rngs(0))), make_mesh(2, 2, 2))
+    shardings = param_shardings(abstract_model(SMALL), make_mesh(2, 2, 2))
     loaded = load_params(tmp_path / "model", SMALL, shardings)
     assert_trees_equal(loaded, params)
     assert jax.tree.map(lambda x: x.sharding, loaded) == shardings

@@ -20,6 +20,7 @@ def random_inputs(rows: int, length: int, decay: float = 1.0) -> list[np.ndarray
     return [q, k, v, -decay * rng.exponential(size=v.shape[:3]), rng.uniform(size=v.shape[:3])]
 
 
+@jax.jit
 def in_chunks(first: np.ndarray, *inputs: np.ndarray) -> tuple[jax.Array, jax.Array]:
     q, k, v, log_decay, beta = (jnp.asarray(x, jnp.float32) for x in inputs)
     return packed_delta_rule(q, k, v, log_decay, beta, jnp.asarray(first))
@@ -100,7 +101,7 @@ def test_convolution_stays_within_segments():
     for token in range(9):
         for distance in range(min(3, token - first[0, token] + 1)):
             expected[0, token] += weight[2 - distance] * x[0, token - distance]
-    found = linear_attention.causal_convolution(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(first))
+    found = jax.jit(linear_attention.causal_convolution)(x, weight, first)
     np.testing.assert_allclose(found, expected / (1 + np.exp(-expected)), atol=1e-6)
 
 
@@ -108,13 +109,13 @@ def test_inverses_of_triangular_matrices_and_their_gradients():
     rng = np.random.default_rng(0)
     matrix, weight = rng.standard_normal((2, 3, 16, 16)) / 4, rng.standard_normal((2, 3, 16, 16))
     lower = np.tril(matrix, -1) + np.eye(16)
-    inverse = unit_lower_inverse(jnp.asarray(matrix, jnp.float32))
+    inverse = jax.jit(unit_lower_inverse)(matrix.astype(np.float32))
     np.testing.assert_allclose(inverse, np.linalg.inv(lower), atol=1e-5)
 
     def loss(matrix):
         return jnp.sum(weight.astype(np.float32) * unit_lower_inverse(matrix))
 
-    found = jax.grad(loss)(jnp.asarray(matrix, jnp.float32))
+    found = jax.jit(jax.grad(loss))(matrix.astype(np.float32))
     for _ in range(5):  # A difference quotient in a random direction.
         direction = rng.standard_normal(matrix.shape)
         sides = (np.linalg.inv(lower + step * np.tril(direction, -1)) for step in (1e-6, -1e-6))

@@ -54,9 +54,15 @@ needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs e
 
 
 def hidden_states(model, params):
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 12)), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(12)[None], tokens.shape)
-    return nnx.merge(nnx.split(model)[0], jax.tree.map(jnp.asarray, params))(tokens, positions, jnp.ones_like(tokens))
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 12)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(12, dtype=np.int32)[None], tokens.shape)
+    graph = nnx.split(model)[0]
+
+    @jax.jit
+    def run(params, *row):
+        return nnx.merge(graph, params)(*row)
+
+    return run(params, tokens, positions, np.ones_like(tokens))
 
 
 @functools.cache

@@ -51,16 +51,42 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "fields"), [("qwen3", {}), ("qwen2", {}), ("llama", {}), ("qwen3_5_text", LINEAR)], ids=str
-)
-def test_transformers_with_the_adapter_gives_the_same_logits(tmp_path, family, fields):
-    torch = _torch()
+def save_base_and_adapter(folder, family, fields):
+    """Writes a base model and an adapter. Returns the configuration and the weights of both together."""
     config = dataclasses.replace(ADAPTED, family=family, **ARCHITECTURES[family].switches, head_dim=4, **fields)
     params = _params(config)
-    save_pretrained(tmp_path / "base", split_adapter(config, params)[1], without_adapter(config), dtype="float32")
-    save_adapter(tmp_path / "adapter", params, config, str(tmp_path / "base"))
+    save_pretrained(folder / "base", split_adapter(config, params)[1], without_adapter(config), dtype="float32")
+    save_adapter(folder / "adapter", params, config, str(folder / "base"))
+    return config, params
 
+
+families = pytest.mark.parametrize(
+    ("family", "fields"), [("qwen3", {}), ("qwen2", {}), ("llama", {}), ("qwen3_5_text", LINEAR)], ids=str
+)
+
+
+@families
+def test_the_adapter_of_a_base_model_gives_the_merged_model(tmp_path, family, fields):
+    config, params = save_base_and_adapter(tmp_path, family, fields)
+    save_pretrained(tmp_path / "merged", params, config, dtype="float32")
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    modules = {name.rsplit(".lora_")[0] for name in adapter}
+    changed = {f"{module.removeprefix(PREFIX)}.weight": module for module in modules}
+    assert changed.keys() == {name for name in base if np.abs(merged[name] - base[name]).max() > 0.1}
+    for name, module in changed.items():
+        a, b = (adapter[f"{module}.lora_{part}.weight"] for part in "AB")
+        base[name] += described["lora_alpha"] / described["r"] * b @ a
+    for name, weight in merged.items():
+        np.testing.assert_allclose(weight, base[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@families
+def test_transformers_with_the_adapter_gives_the_same_logits(tmp_path, family, fields):
+    torch = _torch()
+    config, params = save_base_and_adapter(tmp_path, family, fields)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

@@ -30,6 +30,7 @@ else:
     )
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow  # test_references.py compares all families with stored results of torch.
 
 
 def draw_config(index):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import PROBLEMS, RandomLetters
@@ -68,6 +67,10 @@ def soft_overlong(length: int, truncated: bool) -> float:
     return (length - (MAX_TOKENS - OVERLONG_TOKENS)) / OVERLONG_TOKENS
 
 
+def polychromic(rewards: np.ndarray, clusters: np.ndarray, set_size: int) -> np.ndarray:
+    return np.asarray(jax.jit(set_rl.polychromic_advantages, static_argnums=2)(rewards, clusters, set_size))
+
+
 def test_the_penalty_is_that_of_dapo_in_the_reward_of_grpo():
     batch = random_batch(np.random.default_rng(0), 50)
     rewards = np.stack([group.rewards for group in batch])
@@ -117,7 +120,7 @@ def test_the_cluster_does_not_change_the_treatment_of_truncated_responses():
     lengths = [(4, False), (5, False), (20, True), (6, False), (20, True), (20, True), (7, False)]
     rewards = [1, 1, 0, 0, 0, 0, 0]
     group = graded([generation(*length) for length in lengths], clusters, rewards)
-    plain = np.asarray(set_rl.polychromic_advantages(np.array([rewards]), np.array([clusters]), 3))
+    plain = polychromic(np.array([rewards]), np.array([clusters]), 3)
     masked, metrics = MASK([group], plain)
     is_truncated = np.array([[truncated for _, truncated in lengths]])
     np.testing.assert_array_equal(np.isnan(masked), is_truncated)
@@ -133,9 +136,9 @@ def test_the_cluster_does_not_change_the_treatment_of_truncated_responses():
 def test_a_penalty_in_the_reward_would_prefer_equal_truncated_responses():
     """The reason for the penalty after the estimator: with negative rewards, a new strategy lowers the set's score."""
     clusters, group = np.array([[1, 1, 1, 2]]), graded([generation(MAX_TOKENS, True)] * 4, [1, 1, 1, 2])
-    in_reward = np.asarray(set_rl.polychromic_advantages(np.full((1, 4), -COEF), clusters, 2))
+    in_reward = polychromic(np.full((1, 4), -COEF), clusters, 2)
     assert in_reward[0, 3] < 0 < in_reward[0, 0]
-    after = PENALIZE([group], np.asarray(set_rl.polychromic_advantages(np.zeros((1, 4)), clusters, 2)))[0]
+    after = PENALIZE([group], polychromic(np.zeros((1, 4)), clusters, 2))[0]
     np.testing.assert_array_equal(after, np.zeros((1, 4)))
 
 
@@ -144,18 +147,20 @@ def packer(normalization: str, num_minibatches: int, rows: int) -> MinibatchPack
     return MinibatchPacker(num_minibatches, pack_rows, normalization, MAX_TOKENS)
 
 
+@jax.jit
+@jax.grad
+def loss_gradient(logprobs: jax.Array, batch: PackedBatch) -> jax.Array:
+    fixed = jax.lax.stop_gradient(logprobs)
+    tokens = set_rl.Tokens(logprobs, fixed, batch.advantages, batch.weights, batch.segment_ids)
+    return set_rl.ppo_clip_loss(tokens)[0]
+
+
 def token_gradients(minibatch: list[PackedBatch]) -> list[float]:
     """Returns the sorted derivatives of the minibatch's loss by the log-probabilities of its trained tokens."""
 
-    def loss(logprobs: jax.Array, batch: PackedBatch) -> jax.Array:
-        fixed = jax.lax.stop_gradient(logprobs)
-        own = map(jnp.asarray, (batch.advantages, batch.weights, batch.segment_ids))
-        tokens = set_rl.Tokens(logprobs, fixed, *own)
-        return set_rl.ppo_clip_loss(tokens)[0]
-
     found = []
     for batch in minibatch:
-        gradient = np.asarray(jax.grad(loss)(jnp.asarray(batch.sampler_logprobs), batch))
+        gradient = np.asarray(loss_gradient(batch.sampler_logprobs, batch))
         assert not gradient[batch.weights == 0].any()
         found += gradient[batch.weights > 0].tolist()
     return sorted(found)

@@ -249,9 +249,8 @@ def returning(**metrics):
 
 def test_the_names_of_all_metrics_of_an_update_are_reserved():
     update = make_update(returning(), importance_cap=2.0, max_mismatch_ratio=2.0, **REGULARIZED)
-    minibatch = off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2))
-    gradients, (sums, *_) = update.gradient(start(update), minibatch)
-    _, norms = update._apply(start(update), gradients)
+    programs = update.lower(num_rows=2, row_tokens=40)
+    (_, sums), (_, norms) = (programs[name].out_info for name in ("gradient", "optimizer"))
     assert {*sums, *norms, "expert_load"} == UPDATE_METRICS  # the tiny model has no experts
 
 
@@ -268,7 +267,7 @@ def test_the_names_of_all_metrics_of_an_update_are_reserved():
 def test_losses_with_invalid_results_are_rejected(loss, words):
     update = make_update(loss)
     with pytest.raises(ValueError, match=f"algo.loss {words}"):
-        update.gradient(start(update), off_policy(update, pack(SEQUENCES, 40, rows_per_microbatch=2)))
+        update.lower(num_rows=2, row_tokens=40)
 
 
 @pytest.mark.slow

@@ -55,16 +55,22 @@ PATIENCE = 60.0  # Timeout in seconds of waits in tests. It is never reached in 
 TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123"  # Together with <pad> and <eos>, TINY.vocab_size tokens.
 
 
-def tiny_params(seed: int = 0, model: Transformer = TINY_MODEL) -> Params:
-    """Returns random weights of a model as NumPy arrays. Norm weights are close to one."""
+def tiny_params(seed: int = 0, model: Transformer = TINY_MODEL, scale: float = 0.35) -> Params:
+    """Returns random weights of a model as NumPy arrays. Norm weights are close to one.
+
+    Args:
+      seed: Seed of the random numbers.
+      model: Model of the weights.
+      scale: Standard deviation of the other weights.
+    """
     rng = np.random.default_rng(seed)
 
-    def draw(param: Any) -> Any:
+    def draw(path: Any, param: Any) -> Any:
         noise = rng.standard_normal(param.shape).astype(np.float32)
-        return param.replace(1 + 0.2 * noise if "norm" in param.axes else 0.35 * noise)
+        return param.replace(1 + 0.2 * noise if "norm" in jax.tree_util.keystr(path) else scale * noise)
 
     state = nnx.split(model)[1]
-    return nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return nnx.to_pure_dict(jax.tree.map_with_path(draw, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
 def on_mesh(params: Params, mesh: Mesh, model: Transformer = TINY_MODEL) -> Params:

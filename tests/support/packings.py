@@ -113,21 +113,29 @@ def random_inputs(
     return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
 
 
-def output_and_gradients(attend: Callable[..., Any], inputs: Sequence[Any], segment_ids: np.ndarray) -> list[Any]:
+def output_and_gradients(
+    attend: Callable[..., Any], inputs: Sequence[Any], segment_ids: np.ndarray, *others: Any
+) -> list[Any]:
     """The output, and the gradients of a random linear function of its real tokens.
 
     Packings of one shape share a program, as long as they share `attend`.
+
+    Args:
+      attend: Function of queries, keys, values, segment ids and `others`.
+      inputs: Queries, keys and values.
+      segment_ids: Segment ids [B, T].
+      others: Further arrays that `attend` receives.
     """
     weights = np.random.default_rng(1).standard_normal(inputs[0].shape, np.float32)
     weights *= (segment_ids > 0)[:, :, None, None]
-    (_, out), gradients = _program(attend)(*inputs, jnp.asarray(segment_ids), weights)
+    (_, out), gradients = _program(attend)(*inputs, jnp.asarray(segment_ids), weights, *others)
     return [out * (segment_ids > 0)[:, :, None, None], *gradients]
 
 
 @functools.cache
 def _program(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def value(q, k, v, segment_ids, weights):
-        out = attend(q, k, v, segment_ids)
+    def value(q, k, v, segment_ids, weights, *others):
+        out = attend(q, k, v, segment_ids, *others)
         return jnp.sum(out * weights), out
 
     return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))

@@ -1,5 +1,6 @@
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,13 +22,16 @@ def test_a_repeated_id_starts_another_segment():
     np.testing.assert_array_equal(make_segments(jnp.asarray([[1, 2, 2, 1, 1]])).first, [[0, 1, 1, 3, 3]])
 
 
-@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(("query_block", "key_block"), [(8, 8), (16, 4), (4, 16)])
-def test_block_ranges_cover_exactly_the_visible_pairs(query_block: int, key_block: int, seed: int):
-    ids = random_packing(np.random.default_rng(seed), rows=3, length=64)
-    segments = make_segments(jnp.asarray(ids))
-    needed: Any = visible(ids).reshape(3, 64 // query_block, query_block, 64 // key_block, key_block).any((2, 4))
-    first = needed.argmax(axis=2)
-    last = 64 // query_block - 1 - needed[:, ::-1].argmax(axis=1)
-    np.testing.assert_array_equal(segments.first_key_blocks(query_block, key_block), first)
-    np.testing.assert_array_equal(segments.last_query_blocks(query_block, key_block), last)
+def test_block_ranges_cover_exactly_the_visible_pairs(query_block: int, key_block: int):
+    @jax.jit
+    def ranges(ids):
+        segments, blocks = make_segments(ids), (query_block, key_block)
+        return segments.first_key_blocks(*blocks), segments.last_query_blocks(*blocks)
+
+    for seed in range(10):
+        ids = random_packing(np.random.default_rng(seed), rows=3, length=64)
+        needed: Any = visible(ids).reshape(3, 64 // query_block, query_block, 64 // key_block, key_block).any((2, 4))
+        first, last = ranges(ids)
+        np.testing.assert_array_equal(first, needed.argmax(axis=2))
+        np.testing.assert_array_equal(last, 64 // query_block - 1 - needed[:, ::-1].argmax(axis=1))

@@ -75,6 +75,19 @@ def check() -> AttentionCheck:
     return check_attention("copy", make_mesh(1, 1, 1), SHAPE)
 
 
+@pytest.fixture
+def passing(monkeypatch) -> list[str]:
+    """Replaces the comparison by one that every kernel passes. Returns the names of the compared kernels."""
+    compared = []
+
+    def check_attention(implementation, mesh, config):
+        compared.append(implementation)
+        return AttentionCheck(implementation, "cpu", {"values": (1e-7, 1e-6)})
+
+    monkeypatch.setattr(self_check, "check_attention", check_attention)
+    return compared
+
+
 def trust(tmp_path: Path, requested: str = "auto") -> None:
     verify_attention_kernel(requested, SHAPE, make_mesh(1, 1, 1), tmp_path / "compiled" / "attention.json")
 
@@ -85,7 +98,7 @@ def test_a_correct_kernel_passes():
     assert str(found).startswith("the attention kernel copy is correct on cpu: relative errors (limits) are values ")
 
 
-@pytest.mark.parametrize("broken", [without_segments, one_key_too_few, wrong_gradient, slightly_too_large])
+@pytest.mark.parametrize("broken", [one_key_too_few, wrong_gradient])
 def test_an_incorrect_kernel_fails(broken, monkeypatch):
     break_kernel(monkeypatch, broken)
     found = check()
@@ -103,11 +116,6 @@ def test_nan_is_an_infinite_error(monkeypatch):
     assert check().errors["values"][0] == np.inf
 
 
-def test_small_errors_in_values_and_gradients_are_detected(monkeypatch):
-    break_kernel(monkeypatch, slightly_too_large)
-    assert all(limit < error == pytest.approx(1e-4, rel=0.1) for error, limit in check().errors.values())
-
-
 @pytest.mark.parametrize("broken", [without_segments, slightly_too_large])
 def test_auto_disables_an_incorrect_kernel_with_a_warning(tmp_path, monkeypatch, capsys, broken):
     break_kernel(monkeypatch, broken)
@@ -118,11 +126,14 @@ def test_auto_disables_an_incorrect_kernel_with_a_warning(tmp_path, monkeypatch,
     errors = re.findall(r"(\w+) (\d\.\de[-+]\d+) \((\d\.\de[-+]\d+)\)", printed)
     assert [name for name, *_ in errors] == ["values", "dq", "dk", "dv"]
     assert any(float(error) > float(limit) for _, error, limit in errors) and "blockwise" in printed
+    if broken is slightly_too_large:
+        assert all(float(limit) < float(error) == pytest.approx(1e-4, rel=0.1) for _, error, limit in errors)
     assert not (tmp_path / "compiled").exists()
 
 
 def test_an_incorrect_kernel_requested_by_name_is_rejected(tmp_path, monkeypatch):
-    break_kernel(monkeypatch, without_segments)
+    wrong = AttentionCheck("copy", "cpu", {"values": (0.5, 1e-6)})
+    monkeypatch.setattr(self_check, "check_attention", lambda *_: wrong)
     with pytest.raises(
         ConfigError,
         match=r"^model.attention=copy: the attention kernel copy is incorrect on .*; set model.attention=auto",
@@ -130,10 +141,13 @@ def test_an_incorrect_kernel_requested_by_name_is_rejected(tmp_path, monkeypatch
         trust(tmp_path, "copy")
 
 
-def test_passed_checks_are_cached_until_a_version_changes(tmp_path, monkeypatch):
+def test_passed_checks_are_cached_until_a_version_changes(tmp_path, passing, monkeypatch):
     trust(tmp_path)
-    break_kernel(monkeypatch, raises)
     trust(tmp_path)  # reads the cache
+    assert passing == ["copy"]
+    broken = AttentionCheck("copy", "cpu", {}, "no such instruction")
+    monkeypatch.setattr(self_check, "check_attention", lambda *_: broken)
+    trust(tmp_path)
     assert attention.resolve_implementation("auto") == "copy"
     with monkeypatch.context() as newer:
         newer.setattr(jax, "__version__", "99")
@@ -142,10 +156,11 @@ def test_passed_checks_are_cached_until_a_version_changes(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"copy": '])
-def test_a_corrupted_cache_is_ignored(tmp_path, content):
+def test_a_corrupted_cache_is_ignored(tmp_path, passing, content):
     (tmp_path / "compiled").mkdir()
     (tmp_path / "compiled" / "attention.json").write_text(content)
     trust(tmp_path)
+    assert passing == ["copy"]
     assert attention.resolve_implementation("auto") == "copy"
 
 

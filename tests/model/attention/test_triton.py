@@ -51,17 +51,9 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[::3])
-def test_triton_matches_the_reference(case, monkeypatch):
-    monkeypatch.setattr(triton, "FORWARD", SMALL_FORWARD)
-    monkeypatch.setattr(triton, "BACKWARD", SMALL_BACKWARD)
-    compare(1, *case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES)
-def test_triton_matches_the_reference_over_random_packings(case, seed: int, monkeypatch):
+def test_triton_matches_the_reference(case, seed: int, monkeypatch):
     monkeypatch.setattr(triton, "FORWARD", SMALL_FORWARD)
     monkeypatch.setattr(triton, "BACKWARD", SMALL_BACKWARD)
     compare(seed, *case)
