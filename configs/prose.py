@@ -4,7 +4,7 @@ python -m poly_epo_jax.main --config=configs/prose.py                (or :grpo, 
 python -m poly_epo_jax.main --config=configs/prose.py --config.task.name=multiplication_prose
 
 Clusters are exact strategies: the point on the curve, or the decomposition of the operands. The paper uses
-Gemini-2.0-Flash to cluster multiplications instead; docs/explanation/synthetic.md lists the flags for an LLM judge. The
+Gemini-2.0-Flash to cluster multiplications instead; docs/reference/recipes.md lists the flags for an LLM judge. The
 paper does not specify the other hyperparameters of these runs, so they are our choice.
 """
 

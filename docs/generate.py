@@ -57,8 +57,8 @@ def code(text: Any) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a Markdown table. Vertical bars in cells are escaped."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (columns, *rows))
+    return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
 def help_of(name: str) -> str:
@@ -79,10 +79,11 @@ def commands() -> str:
     parts = [
         "# Commands",
         NOTE,
-        "All commands and their flags, as `--help` prints them: `python -m poly_epo_jax.main --help`, or in short "
-        "`poly-epo train --help`. `poly-epo --version` prints the version. The commands with a flag `--config` also "
-        "accept each [configuration key](configuration.md) as `--config.KEY=VALUE`, and their `--help` lists the keys "
-        "with the values of the given configuration file. Printing the help takes about 5 s on a CPU core.",
+        "Read this page to look up the flags of a command, as `--help` prints them. `poly-epo train --help` is short "
+        "for `python -m poly_epo_jax.main --help`. The commands with a flag `--config` also accept each "
+        "[configuration key](configuration.md) as `--config.KEY=VALUE`, and their `--help` lists the keys with the "
+        "values of the given configuration file. Printing the help takes about 5 s on a CPU core. `poly-epo --version` "
+        "prints the version.",
         table(
             ("command", "Python module", "purpose"),
             [(code(f"poly-epo {name}"), code(module), purpose) for name, (module, purpose) in COMMANDS.items()],
@@ -163,7 +164,9 @@ def configuration() -> str:
     parts = [
         "# Configuration keys",
         NOTE,
-        f"All {sum(1 for _ in config.flat())} keys with their defaults, which train polynomial solving on a laptop. A "
+        "Read this page to look up the meaning, default and range of a configuration key, or the options of a task, "
+        "judge, sampler, estimator or loss.",
+        f"The defaults of the {sum(1 for _ in config.flat())} keys train polynomial solving on a laptop. A "
         "configuration file or [recipe](recipes.md), selected by `--config`, changes some of them, and "
         "`--config.KEY=VALUE` on the command line overrides the file: `--config.algo.set_size=8`. `--print_config` "
         "prints the resulting values of all keys. Invalid values are rejected at startup with an error message that "
@@ -213,11 +216,12 @@ def metrics() -> str:
     parts = [
         "# Metrics",
         NOTE,
-        "All metrics that a run logs, with the values that require attention. The row of a step in metrics.jsonl "
-        "contains its metrics, and timing.jsonl contains times, memory, `checkpoints/corrupted` and "
-        "`attention/disabled_kernels`. TensorBoard and Weights & Biases use the same names. A metric whose subject "
-        "does not exist is missing: without a judge, for example, there are no cluster metrics. `PREFIX/*` stands for "
-        "several names, such as `seconds/generate`.",
+        "Read this page to look up the meaning of a metric that a run or an evaluation computes, and the values that "
+        "require attention.",
+        "The row of a step in metrics.jsonl contains its metrics, and timing.jsonl contains times, memory, "
+        "`checkpoints/corrupted` and `attention/disabled_kernels`. TensorBoard and Weights & Biases use the same "
+        "names. A metric whose subject does not exist is missing: without a judge, for example, there are no cluster "
+        "metrics. `PREFIX/*` stands for several names, such as `seconds/generate`.",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}
     rows: list[tuple[str, ...]] = []
@@ -245,9 +249,12 @@ def metrics() -> str:
 def set_rl_api() -> str:
     """Returns the page of `poly_epo_jax.set_rl`, with a line for each public name."""
     public = [name for name, value in vars(set_rl).items() if name[0] != "_" and not inspect.ismodule(value)]
-    head = "# Set RL: sets, objectives, advantages, losses", NOTE, inspect.getdoc(set_rl) or ""
-    where = "Signatures and docstrings of `poly_epo_jax/set_rl/`, which the [documentation site](README.md) shows."
-    return "\n\n".join([*head, where, *(f"::: poly_epo_jax.set_rl.{name}" for name in public)]) + "\n"
+    need = (
+        "Read this page for the signatures and docstrings of `poly_epo_jax/set_rl/`, which the "
+        "[documentation site](README.md) shows."
+    )
+    head = "# Set RL: sets, objectives, advantages, losses", NOTE, need, inspect.getdoc(set_rl) or ""
+    return "\n\n".join([*head, *(f"::: poly_epo_jax.set_rl.{name}" for name in public)]) + "\n"
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

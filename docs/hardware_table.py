@@ -68,7 +68,7 @@ def _meshes() -> Iterable[str]:
     yield from ("### Machines", "")
     yield "The paper's run on the meshes of `config/machines.py`: Qwen3-4B and, with the same settings, Qwen3-32B."
     yield ""
-    sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (*BYTES, "rows")]
+    sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (BYTES[1], "rows")]
     yield from _header("mesh", "devices", "hosts", "data x fsdp x tensor", "limit, GB", *sizes)
     config = _read("polaris")
     for name, mesh in MESHES.items():
@@ -77,7 +77,7 @@ def _meshes() -> Iterable[str]:
             continue
         axes = {axis: mesh.get(axis, 1) for axis in AXES}
         limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
-        planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)]
+        planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)[1:]]
         count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, shown_axes(axes).values()))
         yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
     yield ""

@@ -16,14 +16,7 @@ from poly_epo_jax.study import folder as study
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-FORMER = [
-    *("README", "architecture", "claims", "departures", "doctor", "evaluation", "extending", "integrations", "lora"),
-    *("methods", "performance", "polaris", "reliability", "scaling", "servers", "smollm2", "study", "synthetic"),
-    "theory",
-]
-"""Pages before the documentation was sorted into sections. README is the README of the repository."""
 GENERATED = ["commands.md", "configuration.md", "metrics.md", "api/set_rl.md"]
-INDEX = (DOCS / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +47,10 @@ def test_index_and_navigation_contain_every_page():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert sorted(pages_in(site["nav"])) == sorted({*pages, *pages_in(site["nav"])})
     api = {page for page in pages if page.startswith("reference/api/")} - {"reference/api/README.md"}
-    sections, _ = INDEX.split("## Former pages")
-    linked = re.findall(r"\]\(([^)]+\.md)\)", sections)
+    linked = re.findall(r"\]\(([^)]+\.md)\)", (DOCS / "README.md").read_text())
     assert sorted(linked) == sorted({*linked, *(pages - api - {"README.md"})})
     listed = set(re.findall(r"\]\(([^)]+\.md)\)", (DOCS / "reference" / "api" / "README.md").read_text()))
     assert {Path(page).name for page in api} <= listed
-
-
-def test_every_former_page_has_a_row_with_existing_pages():
-    _, table = INDEX.split("## Former pages")
-    assert sorted(set(re.findall(r"^\| `(\w+)\.md`", table, re.MULTILINE))) == sorted(FORMER)
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    targets = [re.findall(r"\]\(([^)]+)\)", row) for row in rows]
-    assert all(targets)
-    assert [target for row in targets for target in row if not (DOCS / target).exists()] == []
 
 
 def test_links_stay_inside_the_documentation():
