@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
@@ -79,41 +79,26 @@ class Environments:
         failure = None
         for attempt in range(MAX_ATTEMPTS):
             self._num_retries += attempt > 0
+            episode = RunningEpisode(self, problem)
             try:
-                async with self.episode(problem, seed) as episode:
-                    generation = first
-                    while generation.finish_reason == "stop":
-                        reply = await episode.reply(generation)
-                        if reply is None:
-                            break
-                        generation = await take_turn(generation, reply)
-                    outcome = await episode.close()
+                await episode.start(seed)
+                generation = first
+                while generation.finish_reason == "stop":
+                    reply = await episode.reply(generation)
+                    if reply is None:
+                        break
+                    generation = await take_turn(generation, reply)
+                outcome = await episode.close()
             except FailedEpisode as error:
                 failure = error.failure
                 continue
+            finally:
+                await episode.discard()
             if generation.finish_reason == "length":  # otherwise, the policy could gain by not ending an episode
                 outcome = dataclasses.replace(outcome, reward=0.0, correct=False)
             return dataclasses.replace(generation, outcome=outcome)
         assert failure is not None
         return failure
-
-    @contextlib.asynccontextmanager
-    async def episode(self, problem: Problem, seed: int) -> AsyncIterator["RunningEpisode"]:
-        """Starts an episode, and closes it when the context ends.
-
-        Args:
-          problem: The problem.
-          seed: Seed of the episode.
-
-        Raises:
-          FailedEpisode: If the environment fails.
-        """
-        running = RunningEpisode(self, problem)
-        try:
-            await running.start(seed)
-            yield running
-        finally:
-            await running.discard()
 
     async def call(self, problem: Problem, method: str, function: Callable[[], Awaitable[Any]]) -> Any:
         """Awaits a call of a method in the event loop of the environments.

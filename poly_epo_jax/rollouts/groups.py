@@ -121,7 +121,7 @@ class Rollouts:
           RuntimeError: If a completion is missing, or the weights changed between two turns of a generation.
         """
         prompts = self._encode(problems)
-        async with TurnQueue(self.sampler, sampling, len(prompts) * num_generations) as queue:
+        async with contextlib.aclosing(TurnQueue(self.sampler, sampling, len(prompts) * num_generations)) as queue:
             running = [
                 asyncio.create_task(self._generate(Turns(queue, problem, ids, seeds, place * num_generations)))
                 for place, (problem, ids) in enumerate(zip(problems, prompts, strict=True))
@@ -166,13 +166,13 @@ class Rollouts:
         """Plays the episode of a generation after its first turn."""
 
         async def take_turn(before: Generation, reply: str) -> Generation:
-            before = self._append_reply(turns.problem, before, reply, turns.sampling)
+            before = self._append_reply(turns.problem, before, reply, turns.queue.sampling)
             if before.finish_reason == "length":
                 return before
             return self._append_completion(turns.problem, before, await turns.next(index, before))
 
         result = await environments.play(turns.problem, turns.episode_seed(index), first, take_turn)
-        turns.end()
+        turns.queue.end()
         return result
 
     @contextlib.contextmanager
