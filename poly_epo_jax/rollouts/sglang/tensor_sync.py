@@ -16,6 +16,7 @@ import httpx
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.rollouts.servers.dialect import Dialect
+from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
 from poly_epo_jax.rollouts.sglang.dialect import post
 from poly_epo_jax.types import Params
 
@@ -23,7 +24,7 @@ BUCKET_BYTES = 10**9  # Maximum size of a bucket, unless a single tensor is larg
 METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 
-class TensorSync:
+class TensorSync(WeightSync):
     """Sends weights as flattened buckets of tensors: CUDA memory handles for weights on a GPU, otherwise raw bytes.
 
     CUDA handles require servers on this host that see the trainer's first GPU under the same index. Data-parallel
@@ -83,7 +84,6 @@ class TensorSync:
             await asyncio.gather(*(post(client, url, "end_weight_update", {}) for url in urls))
 
     def close(self) -> None:
-        """Frees the buckets."""
         self._buckets = []
 
     def _make_buckets(self, params: Params) -> Iterator[dict[str, Any]]:
@@ -123,23 +123,12 @@ class TensorSync:
 
 def _metadata_class() -> type:
     """Returns a class with the module and name of SGLang's tensor metadata class, so that SGLang can unpickle it."""
-
-    @dataclasses.dataclass
-    class FlattenedTensorMetadata:
-        name: str
-        shape: Any
-        dtype: Any
-        start_idx: int
-        end_idx: int
-        numel: int
-
-    FlattenedTensorMetadata.__module__, FlattenedTensorMetadata.__qualname__ = (
-        METADATA_MODULE,
-        "FlattenedTensorMetadata",
-    )
+    fields = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
+    metadata = dataclasses.make_dataclass("FlattenedTensorMetadata", fields)
+    metadata.__module__ = METADATA_MODULE
     parts = METADATA_MODULE.split(".")
     for i in range(1, len(parts) + 1):
         name = ".".join(parts[:i])
         sys.modules.setdefault(name, types.ModuleType(name))
-    sys.modules[METADATA_MODULE].FlattenedTensorMetadata = FlattenedTensorMetadata  # pyright: ignore
-    return FlattenedTensorMetadata
+    setattr(sys.modules[METADATA_MODULE], metadata.__name__, metadata)
+    return metadata
