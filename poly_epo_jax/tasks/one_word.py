@@ -47,12 +47,10 @@ class OneWordTask(SyntheticTask):
     def __post_init__(self):
         train, held_out = word_list(f"{self.name}_train"), word_list(f"{self.name}_held_out")
         self._words: Mapping[str, Mapping[str, str]] = {**train, **held_out}
-        self.train_problems = self._first(train, "num_train")
-        self.held_out_problems = self._first(held_out, "num_held_out")
-
-    def _first(self, headings: Mapping[str, Mapping[str, str]], option: str) -> Sequence[Problem]:
-        """Returns the problems of as many shuffled headings as the option requests."""
-        return tuple(map(self.problem, self.shuffled(list(headings), option)[: getattr(self, option)]))
+        used_train = self.shuffled(list(train), "num_train")[: self.num_train]
+        used_held_out = self.shuffled(list(held_out), "num_held_out")[: self.num_held_out]
+        self.train_problems: Sequence[Problem] = tuple(map(self.problem, used_train))
+        self.held_out_problems: Sequence[Problem] = tuple(map(self.problem, used_held_out))
 
     def problem(self, item: str) -> Problem:
         """Returns the problem for a heading."""
