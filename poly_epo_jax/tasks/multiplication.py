@@ -16,8 +16,7 @@ from typing import Annotated, ClassVar, NamedTuple
 import numpy as np
 
 from poly_epo_jax.registry import Range
-from poly_epo_jax.tasks.arithmetic import Expression, equations, product, value
-from poly_epo_jax.tasks.decomposition import Decomposition, decomposition
+from poly_epo_jax.tasks.arithmetic import Decomposition, Expression, decomposition, equations, product, value
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.synthetic import CharacterTask, SyntheticTask
 from poly_epo_jax.types import Generation, Problem
@@ -141,7 +140,7 @@ class MultiplicationTask(CharacterTask):
           The text of the response.
         """
         strategies = self.strategies(problem)
-        rank = style.rank(len(strategies), rng)
+        rank = style.choose(np.arange(len(strategies)), rng)
         operand, symbol, (first, second) = strategies[rank]
         front = _other_operand(problem, operand)
         mistakes = [0, 0, 0]

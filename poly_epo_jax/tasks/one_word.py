@@ -64,9 +64,7 @@ class OneWordTask(SyntheticTask):
         """Returns the normal form of the word, whether correct or not, or None if the response is not a word."""
         return normal_form(generation.text, self._words[problem.answer])
 
-    def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """Returns the same word as `strategy`."""
-        return self.strategy(problem, generation)
+    answer = strategy
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

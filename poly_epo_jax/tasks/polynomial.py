@@ -117,7 +117,7 @@ class PolynomialTask(CharacterTask):
         Returns:
           The text of the response.
         """
-        x = _x_of_rank(style.rank(2 * self.max_x + 1, rng))
+        x = _x_of_rank(style.choose(np.arange(2 * self.max_x + 1), rng))
         y = polynomial_value(problem.answer, x)
         if style.draw_mistake(0.1 + 0.03 * abs(x) if x else 0.02, rng):
             y += int(rng.choice((-2, -1, 1, 2)))
