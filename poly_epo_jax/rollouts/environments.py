@@ -28,11 +28,7 @@ MAX_ATTEMPTS = 3
 
 
 class FailedEpisode(Exception):
-    """Raised when a method of an environment raises an exception or exceeds its time limit."""
-
-    def __init__(self, kind: str, reason: str):
-        super().__init__(reason)
-        self.failure = EnvironmentFailure(kind, reason)
+    """Raised with kind and reason when a method of an environment raises an exception or exceeds its time limit."""
 
 
 @dataclasses.dataclass
@@ -90,7 +86,7 @@ class Environments:
                     generation = await take_turn(generation, reply)
                 outcome = await episode.close()
             except FailedEpisode as error:
-                failure = error.failure
+                failure = EnvironmentFailure(*error.args)
                 continue
             finally:
                 await episode.discard()

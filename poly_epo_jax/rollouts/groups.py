@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import sys
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,21 +76,18 @@ class Rollouts:
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
         self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
-        self._conversations: set[asyncio.Future[None]] = set()
+        self._conversations: set[asyncio.Task[Group]] = set()
 
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
-
-        The groups of an interactive task must therefore be consumed before this method is awaited, or by a different
-        asyncio task. Otherwise it waits forever.
 
         Args:
           params: All weights of the policy, see `Sampler.push_weights`.
           version: Number of training steps that produced the weights.
         """
         with waiting():
-            while self._conversations:
-                await asyncio.wait(self._conversations)
+            while running := [conversation for conversation in self._conversations if not conversation.done()]:
+                await asyncio.wait(running)
         await self.sampler.push_weights(params, version)
 
     async def sleep(self) -> None:
@@ -127,16 +124,18 @@ class Rollouts:
                 for place, (problem, ids) in enumerate(zip(problems, prompts, strict=True))
                 for seeds in [generation_seeds(sampling.seed, problem, num_generations)]
             ]
-            with self._conversation():
-                try:
-                    for completed in asyncio.as_completed(running):
-                        group = await completed
-                        if group.failure is not None:
-                            reason = f"{group.failure.reason}. The prompt is left out"
-                            print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
-                        yield group
-                finally:
-                    await _cancel(running)
+            if self.environments is not None:
+                self._conversations.update(running)
+            try:
+                for completed in asyncio.as_completed(running):
+                    group = await completed
+                    if group.failure is not None:
+                        reason = f"{group.failure.reason}. The prompt is left out"
+                        print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
+                    yield group
+            finally:
+                await _cancel(running)
+                self._conversations.difference_update(running)
 
     async def _generate(self, turns: Turns) -> Group:
         """Generates a group. Each episode begins as soon as its first turn is complete."""
@@ -174,20 +173,6 @@ class Rollouts:
         result = await environments.play(turns.problem, turns.episode_seed(index), first, take_turn)
         turns.queue.end()
         return result
-
-    @contextlib.contextmanager
-    def _conversation(self) -> Iterator[None]:
-        """Delays weight pushes until the context ends, if the task is interactive."""
-        if self.environments is None:
-            yield
-            return
-        ended = asyncio.get_running_loop().create_future()
-        self._conversations.add(ended)
-        try:
-            yield
-        finally:
-            self._conversations.remove(ended)
-            ended.set_result(None)
 
     def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
         prompts = encode_prompts(self._tokenizer, problems, self._vocab_size)

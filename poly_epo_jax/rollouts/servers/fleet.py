@@ -77,7 +77,9 @@ class ServerPool:
           ServerError: If the recovery of every server has failed.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._next(num_generations, other_than) or not self._any_left())
+            await self._changed.wait_for(
+                lambda: self._next(num_generations, other_than) or all(server.failure for server in self._servers)
+            )
             server = self._next(num_generations, other_than)
             if server is None:
                 failures = [server.failure for server in self._servers if server.failure is not None]
@@ -116,9 +118,6 @@ class ServerPool:
         up = [server for server in up if server is not other_than] or up
         free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]
         return min(free, key=lambda server: server.tokens, default=None)
-
-    def _any_left(self) -> bool:
-        return any(server.failure is None for server in self._servers)
 
     def _start_recovery(self, server: Server) -> None:
         task = asyncio.create_task(self._recover_server(server))

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import dataclasses
-import io
 import pickle
 import sys
 import types
@@ -73,7 +72,8 @@ class TensorSync(WeightSync):
         try:
             for number, bucket in enumerate(self._buckets, start=1):
                 is_last = number == len(self._buckets)
-                payload = base64.b64encode(self._pickle(bucket)).decode()
+                dumps = ForkingPickler.dumps if bucket["flattened_tensor"].is_cuda else pickle.dumps
+                payload = base64.b64encode(dumps(bucket)).decode()
                 body = {
                     "serialized_named_tensors": [payload] * self._ranks,
                     "load_format": "flattened_bucket",
@@ -112,13 +112,6 @@ class TensorSync(WeightSync):
             # soon as the tensors that refer to it are deleted.
             self._torch.cuda.synchronize(bucket.device)
         return {"flattened_tensor": bucket, "metadata": metadata}
-
-    def _pickle(self, bucket: dict[str, Any]) -> bytes:
-        if not bucket["flattened_tensor"].is_cuda:
-            return pickle.dumps(bucket)
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(bucket)
-        return buffer.getvalue()
 
 
 def _metadata_class() -> type:
