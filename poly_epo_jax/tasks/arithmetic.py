@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 MAX_CHARACTERS, MAX_DEPTH = 4000, 20
@@ -82,18 +82,14 @@ def product(factors: Sequence[Expression]) -> Expression:
 def parse_expression(text: str) -> Expression | None:
     """Parses the entire text as one expression, or returns None if it is not an expression."""
     tokens = TOKEN.findall(text)
-    if "".join(tokens) != re.sub(" +", "", text) or re.search("[0-9] +[0-9]", text) or _depth(tokens) > MAX_DEPTH:
+    depth = max(itertools.accumulate((token == "(") - (token == ")") for token in tokens), default=0)
+    if "".join(tokens) != re.sub(" +", "", text) or re.search("[0-9] +[0-9]", text) or depth > MAX_DEPTH:
         return None
     try:
         expression, rest = _sum(tokens)
     except (IndexError, ValueError):
         return None
     return None if rest else expression
-
-
-def _depth(tokens: Iterable[str]) -> int:
-    """Returns the maximum nesting depth of the parentheses."""
-    return max(itertools.accumulate((token == "(") - (token == ")") for token in tokens), default=0)
 
 
 def _sum(tokens: list[str]) -> tuple[Expression, list[str]]:

@@ -134,19 +134,13 @@ def normal_form(text: str, known: Mapping[str, str]) -> str | None:
       The normalized word, or None if the text is not in `known` and is not a word or a name of at most four words and
       `MAX_CHARACTERS` characters.
     """
-    plain = _without_accents(text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+    letters = unicodedata.normalize("NFD", text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+    plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
     bare = re.sub(r" +", " ", plain.strip("\"'`*.,;:!? "))
     forms = (plain, bare, ARTICLE.sub("", bare, count=1) if ARTICLE.match(bare) else bare)
     for form in forms:
-        for spelling in (form, *_singulars(form)):
+        singulars = [form.removesuffix(end) + singular for end, singular in PLURALS if form.endswith(end)]
+        for spelling in (form, *singulars):
             if spelling in known:
                 return known[spelling]
     return forms[-1] if len(bare) <= MAX_CHARACTERS and WORD.fullmatch(forms[-1]) else None
-
-
-def _without_accents(text: str) -> str:
-    return "".join(letter for letter in unicodedata.normalize("NFD", text) if not unicodedata.combining(letter))
-
-
-def _singulars(word: str) -> list[str]:
-    return [word.removesuffix(end) + singular for end, singular in PLURALS if word.endswith(end)]

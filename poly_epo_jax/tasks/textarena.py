@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -182,9 +182,7 @@ class TextArenaEpisode:
     async def close(self) -> Outcome:
         """Returns the outcome of the game."""
         reward, correct = self.task.score(self.reward)
-        strategy: Hashable | None = None
-        if self.valid_moves:
-            strategy = CLUSTERS[self.task.clusters](tuple(self.valid_moves))
+        strategy = CLUSTERS[self.task.clusters](tuple(self.valid_moves)) if self.valid_moves else None
         metrics = {"moves": float(len(self.moves)), "invalid_moves": float(len(self.moves) - len(self.valid_moves))}
         return Outcome(reward=reward, strategy=strategy, correct=correct, metrics=metrics)
 
