@@ -11,7 +11,6 @@ from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import (
     EnvironmentFailure,
-    Episode,
     EpisodeFailure,
     Generation,
     Interactive,
@@ -151,7 +150,7 @@ class RunningEpisode:
 
     def __init__(self, environments: Environments, problem: Problem):
         self._environments, self._problem = environments, problem
-        self._episode: Episode | None = None
+        self._episode: Any = None  # an object of a user's class
         self._is_closed = False
 
     async def start(self, seed: int) -> None:
@@ -164,17 +163,14 @@ class RunningEpisode:
 
     async def reply(self, generation: Generation) -> str | None:
         """Returns the reply to the last turn of a generation."""
-        assert self._episode is not None
-        episode = self._episode
-        reply = await self._environments.call(self._problem, "reply", lambda: episode.reply(generation))
-        return checked_reply(episode, self._problem, reply)
+        reply = await self._environments.call(self._problem, "reply", lambda: self._episode.reply(generation))
+        return checked_reply(self._episode, self._problem, reply)
 
     async def close(self) -> Outcome:
         """Closes the episode, and returns its outcome."""
-        assert self._episode is not None
-        self._is_closed, episode = True, self._episode
-        outcome = await self._environments.call(self._problem, "close", episode.close)
-        return checked_outcome(episode, self._problem, outcome)
+        self._is_closed = True
+        outcome = await self._environments.call(self._problem, "close", self._episode.close)
+        return checked_outcome(self._episode, self._problem, outcome)
 
     async def discard(self) -> None:
         """Closes the episode if it is not closed yet, without an outcome."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import sys
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from poly_epo_jax.rollouts.between_turns import encode_between
 from poly_epo_jax.rollouts.environments import Environments
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
-from poly_epo_jax.system.run_to_completion import run_to_completion
+from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.types import (
     Completion,
     EnvironmentFailure,
@@ -134,7 +134,7 @@ class Rollouts:
                         print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
                     yield group
             finally:
-                await _cancel(running)
+                await cancel_all(running)
                 self._conversations.difference_update(running)
 
     async def _generate(self, turns: Turns) -> Group:
@@ -152,7 +152,7 @@ class Rollouts:
                     episodes[completion.index] = asyncio.create_task(play)
             results |= zip(episodes, await asyncio.gather(*episodes.values()), strict=True)
         except BaseException:
-            await _cancel(episodes.values())
+            await cancel_all(episodes.values())
             raise
         generations = [results[index] for index in range(len(turns.seeds))]
         failure = next((one for one in generations if isinstance(one, EnvironmentFailure)), None)
@@ -248,13 +248,6 @@ def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt3
     words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
     again = [problem.occurrence] if problem.occurrence else []
     return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
-
-
-async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks once, and waits until they have ended, also if the waiting task is cancelled."""
-    for task in tasks:
-        task.cancel()
-    await run_to_completion(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def _concatenate(first: Generation, second: Generation) -> Generation:

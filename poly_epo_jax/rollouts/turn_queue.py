@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.types import Completion, ConcurrentCalls, Generation, Problem, Request, Sampler, Sampling
 
 WINDOW_SECONDS = 0.02
@@ -66,9 +67,7 @@ class TurnQueue:
         """Cancels the calls in progress, and waits until they have ended."""
         if self._timer is not None:
             self._timer.cancel()
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await cancel_all(self._calls)
 
     def request(self, place: int, request: Request) -> Pending:
         """Adds a request to the next call.

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 
 from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.system.run_to_completion import cancel_all
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,9 +109,7 @@ class ServerPool:
 
     async def close(self) -> None:
         """Cancels the recovery of failed servers."""
-        for task in self._recoveries:
-            task.cancel()
-        await asyncio.gather(*self._recoveries, return_exceptions=True)
+        await cancel_all(self._recoveries)
 
     def _next(self, num_generations: int, other_than: Server | None) -> Server | None:
         """Returns the server for the next request, or None if no server has free capacity."""
