@@ -16,8 +16,7 @@ import numpy as np
 
 from poly_epo_jax.tasks import MultiplicationTask
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.tasks.multiplication import RESPONSE, operands
-from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
+from poly_epo_jax.tasks.multiplication import RESPONSE, MultiplicationProseTask, operands
 from poly_epo_jax.types import Generation
 
 NUM_PROBLEMS, NUM_RESPONSES = 50, 8

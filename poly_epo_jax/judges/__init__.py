@@ -27,7 +27,6 @@ class NoJudge:
 
     async def cluster(self, group: Group) -> None:
         """Returns None."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True)

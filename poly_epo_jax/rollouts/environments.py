@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import (
     EnvironmentFailure,
-    Episode,
     EpisodeFailure,
     Generation,
     Interactive,
@@ -28,11 +27,7 @@ MAX_ATTEMPTS = 3
 
 
 class FailedEpisode(Exception):
-    """Raised when a method of an environment raises an exception or exceeds its time limit."""
-
-    def __init__(self, kind: str, reason: str):
-        super().__init__(reason)
-        self.failure = EnvironmentFailure(kind, reason)
+    """Raised with kind and reason when a method of an environment raises an exception or exceeds its time limit."""
 
 
 @dataclasses.dataclass
@@ -79,41 +74,26 @@ class Environments:
         failure = None
         for attempt in range(MAX_ATTEMPTS):
             self._num_retries += attempt > 0
+            episode = RunningEpisode(self, problem)
             try:
-                async with self.episode(problem, seed) as episode:
-                    generation = first
-                    while generation.finish_reason == "stop":
-                        reply = await episode.reply(generation)
-                        if reply is None:
-                            break
-                        generation = await take_turn(generation, reply)
-                    outcome = await episode.close()
+                await episode.start(seed)
+                generation = first
+                while generation.finish_reason == "stop":
+                    reply = await episode.reply(generation)
+                    if reply is None:
+                        break
+                    generation = await take_turn(generation, reply)
+                outcome = await episode.close()
             except FailedEpisode as error:
-                failure = error.failure
+                failure = EnvironmentFailure(*error.args)
                 continue
+            finally:
+                await episode.discard()
             if generation.finish_reason == "length":  # otherwise, the policy could gain by not ending an episode
                 outcome = dataclasses.replace(outcome, reward=0.0, correct=False)
             return dataclasses.replace(generation, outcome=outcome)
         assert failure is not None
         return failure
-
-    @contextlib.asynccontextmanager
-    async def episode(self, problem: Problem, seed: int) -> AsyncIterator["RunningEpisode"]:
-        """Starts an episode, and closes it when the context ends.
-
-        Args:
-          problem: The problem.
-          seed: Seed of the episode.
-
-        Raises:
-          FailedEpisode: If the environment fails.
-        """
-        running = RunningEpisode(self, problem)
-        try:
-            await running.start(seed)
-            yield running
-        finally:
-            await running.discard()
 
     async def call(self, problem: Problem, method: str, function: Callable[[], Awaitable[Any]]) -> Any:
         """Awaits a call of a method in the event loop of the environments.
@@ -170,7 +150,7 @@ class RunningEpisode:
 
     def __init__(self, environments: Environments, problem: Problem):
         self._environments, self._problem = environments, problem
-        self._episode: Episode | None = None
+        self._episode: Any = None  # an object of a user's class
         self._is_closed = False
 
     async def start(self, seed: int) -> None:
@@ -183,17 +163,14 @@ class RunningEpisode:
 
     async def reply(self, generation: Generation) -> str | None:
         """Returns the reply to the last turn of a generation."""
-        assert self._episode is not None
-        episode = self._episode
-        reply = await self._environments.call(self._problem, "reply", lambda: episode.reply(generation))
-        return checked_reply(episode, self._problem, reply)
+        reply = await self._environments.call(self._problem, "reply", lambda: self._episode.reply(generation))
+        return checked_reply(self._episode, self._problem, reply)
 
     async def close(self) -> Outcome:
         """Closes the episode, and returns its outcome."""
-        assert self._episode is not None
-        self._is_closed, episode = True, self._episode
-        outcome = await self._environments.call(self._problem, "close", episode.close)
-        return checked_outcome(episode, self._problem, outcome)
+        self._is_closed = True
+        outcome = await self._environments.call(self._problem, "close", self._episode.close)
+        return checked_outcome(self._episode, self._problem, outcome)
 
     async def discard(self) -> None:
         """Closes the episode if it is not closed yet, without an outcome."""

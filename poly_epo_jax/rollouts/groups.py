@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import sys
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from poly_epo_jax.rollouts.between_turns import encode_between
 from poly_epo_jax.rollouts.environments import Environments
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
-from poly_epo_jax.system.run_to_completion import run_to_completion
+from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.types import (
     Completion,
     EnvironmentFailure,
@@ -76,21 +76,18 @@ class Rollouts:
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
         self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
-        self._conversations: set[asyncio.Future[None]] = set()
+        self._conversations: set[asyncio.Task[Group]] = set()
 
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
-
-        The groups of an interactive task must therefore be consumed before this method is awaited, or by a different
-        asyncio task. Otherwise it waits forever.
 
         Args:
           params: All weights of the policy, see `Sampler.push_weights`.
           version: Number of training steps that produced the weights.
         """
         with waiting():
-            while self._conversations:
-                await asyncio.wait(self._conversations)
+            while running := [conversation for conversation in self._conversations if not conversation.done()]:
+                await asyncio.wait(running)
         await self.sampler.push_weights(params, version)
 
     async def sleep(self) -> None:
@@ -121,22 +118,24 @@ class Rollouts:
           RuntimeError: If a completion is missing, or the weights changed between two turns of a generation.
         """
         prompts = self._encode(problems)
-        async with TurnQueue(self.sampler, sampling, len(prompts) * num_generations) as queue:
+        async with contextlib.aclosing(TurnQueue(self.sampler, sampling, len(prompts) * num_generations)) as queue:
             running = [
                 asyncio.create_task(self._generate(Turns(queue, problem, ids, seeds, place * num_generations)))
                 for place, (problem, ids) in enumerate(zip(problems, prompts, strict=True))
                 for seeds in [generation_seeds(sampling.seed, problem, num_generations)]
             ]
-            with self._conversation():
-                try:
-                    for completed in asyncio.as_completed(running):
-                        group = await completed
-                        if group.failure is not None:
-                            reason = f"{group.failure.reason}. The prompt is left out"
-                            print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
-                        yield group
-                finally:
-                    await _cancel(running)
+            if self.environments is not None:
+                self._conversations.update(running)
+            try:
+                for completed in asyncio.as_completed(running):
+                    group = await completed
+                    if group.failure is not None:
+                        reason = f"{group.failure.reason}. The prompt is left out"
+                        print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
+                    yield group
+            finally:
+                await cancel_all(running)
+                self._conversations.difference_update(running)
 
     async def _generate(self, turns: Turns) -> Group:
         """Generates a group. Each episode begins as soon as its first turn is complete."""
@@ -153,7 +152,7 @@ class Rollouts:
                     episodes[completion.index] = asyncio.create_task(play)
             results |= zip(episodes, await asyncio.gather(*episodes.values()), strict=True)
         except BaseException:
-            await _cancel(episodes.values())
+            await cancel_all(episodes.values())
             raise
         generations = [results[index] for index in range(len(turns.seeds))]
         failure = next((one for one in generations if isinstance(one, EnvironmentFailure)), None)
@@ -166,28 +165,14 @@ class Rollouts:
         """Plays the episode of a generation after its first turn."""
 
         async def take_turn(before: Generation, reply: str) -> Generation:
-            before = self._append_reply(turns.problem, before, reply, turns.sampling)
+            before = self._append_reply(turns.problem, before, reply, turns.queue.sampling)
             if before.finish_reason == "length":
                 return before
             return self._append_completion(turns.problem, before, await turns.next(index, before))
 
         result = await environments.play(turns.problem, turns.episode_seed(index), first, take_turn)
-        turns.end()
+        turns.queue.end()
         return result
-
-    @contextlib.contextmanager
-    def _conversation(self) -> Iterator[None]:
-        """Delays weight pushes until the context ends, if the task is interactive."""
-        if self.environments is None:
-            yield
-            return
-        ended = asyncio.get_running_loop().create_future()
-        self._conversations.add(ended)
-        try:
-            yield
-        finally:
-            self._conversations.remove(ended)
-            ended.set_result(None)
 
     def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
         prompts = encode_prompts(self._tokenizer, problems, self._vocab_size)
@@ -263,13 +248,6 @@ def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt3
     words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
     again = [problem.occurrence] if problem.occurrence else []
     return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
-
-
-async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks once, and waits until they have ended, also if the waiting task is cancelled."""
-    for task in tasks:
-        task.cancel()
-    await run_to_completion(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def _concatenate(first: Generation, second: Generation) -> Generation:

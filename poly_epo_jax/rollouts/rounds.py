@@ -9,6 +9,7 @@ from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.rollouts.grading import grade_groups
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import GradedGroup, HasMetrics, Judge, Metrics, Problem, Sampling, Task
 
@@ -104,6 +105,4 @@ class Rounds:
 
     async def close(self) -> None:
         """Cancels the rounds in progress."""
-        for one in self.started:
-            one.share.cancel()
-        await asyncio.gather(*(one.share for one in self.started), return_exceptions=True)
+        await cancel_all([one.share for one in self.started])

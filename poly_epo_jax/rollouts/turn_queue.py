@@ -5,32 +5,30 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
 
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.types import Completion, ConcurrentCalls, Generation, Problem, Request, Sampler, Sampling
 
 WINDOW_SECONDS = 0.02
 """Maximum time for which a request waits for others, if the sampler accepts concurrent calls."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pending:
     """A request whose completions are awaited.
 
-    Args:
+    Attributes:
       place: Position of the request among the requests of a call.
       request: The request.
+      arrived: Completions, or the error that ended the call.
     """
 
-    def __init__(self, place: int, request: Request):
-        self.place, self.request = place, request
-        self._arrived: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-
-    def put(self, arrived: Completion | BaseException) -> None:
-        """Adds a completion, or the error that ended the call."""
-        self._arrived.put_nowait(arrived)
+    place: int
+    request: Request
+    arrived: asyncio.Queue[Completion | BaseException] = dataclasses.field(default_factory=asyncio.Queue)
 
     async def next(self) -> Completion:
         """Waits for the next completion, in the order in which they finish. There is one for each seed.
@@ -38,7 +36,7 @@ class Pending:
         Raises:
           RuntimeError: If the sampler does not return the completion.
         """
-        arrived = await self._arrived.get()
+        arrived = await self.arrived.get()
         if isinstance(arrived, BaseException):
             raise arrived
         return arrived
@@ -65,16 +63,11 @@ class TurnQueue:
         self._timer: asyncio.TimerHandle | None = None
         self._is_concurrent = isinstance(sampler, ConcurrentCalls)
 
-    async def __aenter__(self) -> "TurnQueue":
-        return self
-
-    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def aclose(self) -> None:
         """Cancels the calls in progress, and waits until they have ended."""
         if self._timer is not None:
             self._timer.cancel()
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await cancel_all(self._calls)
 
     def request(self, place: int, request: Request) -> Pending:
         """Adds a request to the next call.
@@ -117,14 +110,14 @@ class TurnQueue:
                 async for completion in completions:
                     if (key := (completion.request, completion.index)) in missing:
                         missing.remove(key)
-                        waiting[completion.request].put(completion)
+                        waiting[completion.request].arrived.put_nowait(completion)
             if missing:
                 counts = Counter(requests[place].problem_id for place, _ in missing)
                 problem, count = counts.most_common(1)[0]
                 raise RuntimeError(f"{count} completions of problem {problem} are missing; check the sampler.")
         except BaseException as error:  # also if the call is cancelled, or the sampler raises CancelledError
             for one in waiting:
-                one.put(error)
+                one.arrived.put_nowait(error)
             if not isinstance(error, Exception):
                 raise
 
@@ -147,26 +140,17 @@ class Turns:
     seeds: UInt32[np.ndarray, " N"]
     place: int
 
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters."""
-        return self.queue.sampling
-
     def first(self) -> Pending:
         """Requests the first turns of all generations."""
-        request = Request(self.problem.id, self.prompt_ids, self.seeds, self.sampling.max_tokens)
+        request = Request(self.problem.id, self.prompt_ids, self.seeds, self.queue.sampling.max_tokens)
         return self.queue.request(self.place, request)
 
     async def next(self, index: int, before: Generation) -> Completion:
         """Samples the turn of a generation after `before`, with a separate seed and the remaining token limit."""
         ids = np.concatenate([self.prompt_ids, before.token_ids])
         seeds = self._derived_seed(index, len(before.turns))  # an even number
-        request = Request(self.problem.id, ids, seeds, self.sampling.max_tokens - len(before.token_ids))
+        request = Request(self.problem.id, ids, seeds, self.queue.sampling.max_tokens - len(before.token_ids))
         return await self.queue.request(self.place + index, request).next()
-
-    def end(self) -> None:
-        """Counts a generation as complete."""
-        self.queue.end()
 
     def episode_seed(self, index: int) -> int:
         """Returns the seed of the episode of a generation."""

@@ -11,7 +11,14 @@ from typing import Any
 import httpx
 import numpy as np
 
-from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion, WeightSpan, check_accepted
+from poly_epo_jax.rollouts.servers.dialect import (
+    Dialect,
+    Endpoint,
+    ModelInfo,
+    ServerCompletion,
+    WeightSpan,
+    check_accepted,
+)
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
@@ -30,8 +37,8 @@ OUTSIDE = 2**31 - 1  # A token id that is in no vocabulary.
 
 
 @dataclasses.dataclass(frozen=True)
-class VLLM:
-    """Implements `Dialect` for vLLM. Servers must be started with the settings that `probe` verifies.
+class VLLM(Dialect):
+    """Requests to vLLM servers. Servers must be started with the settings that `probe` verifies.
 
     Attributes:
       vocab_size: Size of the vocabulary that the servers must have. If 0, it is not verified.
@@ -43,13 +50,9 @@ class VLLM:
     context_tokens: int = 0
     temperature: float = 1.0
 
-    @property
-    def max_cache_block(self) -> int:
-        """Number of tokens of a block on CPUs. Blocks on GPUs have 16 tokens."""
-        return 128
+    max_cache_block = 128  # Number of tokens of a block on CPUs. Blocks on GPUs have 16 tokens.
 
     async def wait_for(self, url: str, seconds: float) -> None:
-        """Waits until `/health` responds, see `Dialect.wait_for`."""
         await wait_until_healthy(f"{url}/health", seconds, f"vLLM server {url}")
 
     async def probe(self, url: str) -> Endpoint:
@@ -96,12 +99,7 @@ class VLLM:
                 f"sampling.temperature={self.temperature:g}; start it with --logprobs-mode processed_logprobs."
             )
 
-    async def workers(self, url: str, seconds: float) -> list[str]:
-        """Returns an empty list, because routers are not supported."""
-        return []
-
     async def model_info(self, url: str) -> ModelInfo:
-        """Returns the model of `/server_info` and the version of `/weight_info`."""
         async with open_client(ANSWER_SECONDS) as client:
             model = await _model_config(client, url)
             version = field(read_json(await client.get(f"{url}/weight_info")), "weight_version", str)
@@ -155,7 +153,6 @@ class VLLM:
         return completions
 
     async def pause(self, client: httpx.AsyncClient, url: str, keep: bool = False) -> None:
-        """Pauses the server, and aborts all generations unless `keep` is True. See `Dialect.pause`."""
         await _post(client, f"{url}/pause?mode={'keep' if keep else 'abort'}")
 
     async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
@@ -182,7 +179,6 @@ class VLLM:
             raise ServerError(f"{url} did not empty its prefix cache after an update to {version}; restart it.")
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
-        """Resumes a paused server."""
         await _post(client, f"{url}/resume")
 
     async def checksums(
@@ -200,7 +196,6 @@ class VLLM:
         return list(ranks.values())
 
     async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:
-        """Sets the weight version with `/update_weight_version`."""
         await _post(client, f"{url}/update_weight_version", {"new_version": version})
 
     async def sleep(self, client: httpx.AsyncClient, url: str) -> None:
@@ -250,7 +245,10 @@ def parse_response(answer: Any, request: Request) -> ServerCompletion:
     Raises:
       InvalidResponseError: If the response is invalid.
     """
-    choice = _choice(answer)
+    choices = field(answer, "choices", list)
+    if len(choices) != 1:
+        raise InvalidResponseError(f"the response contains {len(choices)} completions for one seed")
+    choice = choices[0]
     reason, weights = field(choice, "finish_reason", str), _weights(choice)
     if reason == "abort":  # The response contains the tokens generated so far, which are discarded.
         return ServerCompletion(np.zeros(0, np.int64), np.zeros(0), None, weights)
@@ -263,13 +261,6 @@ def parse_response(answer: Any, request: Request) -> ServerCompletion:
     details = answer["usage"].get("prompt_tokens_details")  # None without --enable-prompt-tokens-details.
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return ServerCompletion(ids, np.array(logprobs), finish_reason, weights, cached)
-
-
-def _choice(answer: Any) -> Any:
-    choices = field(answer, "choices", list)
-    if len(choices) != 1:
-        raise InvalidResponseError(f"the response contains {len(choices)} completions for one seed")
-    return choices[0]
 
 
 def _weights(choice: Any) -> list[WeightSpan]:

@@ -36,7 +36,13 @@ def lock_file(path: Path, description: str, wait: bool = False) -> Iterator[None
     with path.open("a+") as file:  # NFS requires write access for an exclusive lock
         holder = path.read_text(errors="replace").strip() or "another process"
         try:
-            _lock(file.fileno(), wait, f"{description} is in use by {holder}")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            in_use = f"{description} is in use by {holder}"
+            if not wait:
+                raise InUseError(f"{in_use}; wait until it ends, terminate it, or choose another folder.") from None
+            print(f"{in_use}; waiting until it ends.", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -49,13 +55,3 @@ def lock_file(path: Path, description: str, wait: bool = False) -> Iterator[None
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
-
-
-def _lock(descriptor: int, wait: bool, in_use: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise InUseError(f"{in_use}; wait until it ends, terminate it, or choose another folder.") from None
-        print(f"{in_use}; waiting until it ends.", file=sys.stderr)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)

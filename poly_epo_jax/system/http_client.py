@@ -9,7 +9,6 @@ import asyncio
 import functools
 import ipaddress
 import re
-import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -85,9 +84,7 @@ class _BoundedTransport(httpx.AsyncBaseTransport):
         await self._transport.aclose()
 
 
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # loading the certificates takes longer than a request
+_certificates = functools.cache(httpx.create_ssl_context)  # loading the certificates takes longer than a request
 
 
 def proxy_of(url: str) -> str:

@@ -139,16 +139,10 @@ def _lines_and_rows(path: Path, columns: Columns) -> Iterator[tuple[bytes, Row]]
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            row = _row(line, columns)
-            if row is None:
-                raise ValueError(f"{path}, line {number}, is not a row; fix or delete this line.")
+            try:
+                row = json.loads(line)
+                if not all(isinstance(row[name], kind) for name, kind in columns.items()):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ValueError(f"{path}, line {number}, is not a row; fix or delete this line.") from None
             yield line, row
-
-
-def _row(line: bytes, columns: Columns) -> Row | None:
-    try:
-        row = json.loads(line)
-        is_valid = all(isinstance(row[name], kind) for name, kind in columns.items())
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return row if is_valid else None

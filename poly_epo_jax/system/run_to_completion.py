@@ -1,8 +1,8 @@
-"""Awaits work until it has finished, even if the waiting task is cancelled."""
+"""Awaits work, or the end of cancelled tasks, even if the waiting task is cancelled."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Collection
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,3 +25,10 @@ async def run_to_completion(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancels tasks once, and waits until they have ended, also if the waiting task is cancelled."""
+    for task in tasks:
+        task.cancel()
+    await run_to_completion(asyncio.gather(*tasks, return_exceptions=True))

@@ -6,16 +6,13 @@ To add a task, implement the `types.Task` protocol in a new file and add one lin
 from collections.abc import Callable
 
 from poly_epo_jax.registry import Registry
-from poly_epo_jax.tasks.countdown import CountdownTask
-from poly_epo_jax.tasks.countdown_prose import CountdownProseTask
+from poly_epo_jax.tasks.countdown import CountdownProseTask, CountdownTask
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.guess_number import GuessNumberTask
 from poly_epo_jax.tasks.math import MathTask
-from poly_epo_jax.tasks.multiplication import MultiplicationTask
-from poly_epo_jax.tasks.multiplication_prose import MultiplicationProseTask
+from poly_epo_jax.tasks.multiplication import MultiplicationProseTask, MultiplicationTask
 from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
-from poly_epo_jax.tasks.polynomial import PolynomialTask
-from poly_epo_jax.tasks.polynomial_prose import PolynomialProseTask
+from poly_epo_jax.tasks.polynomial import PolynomialProseTask, PolynomialTask
 from poly_epo_jax.tasks.reasoning_gym import ReasoningGymTask
 from poly_epo_jax.tasks.textarena import TextArenaTask
 from poly_epo_jax.types import Task

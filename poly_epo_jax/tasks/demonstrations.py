@@ -20,23 +20,11 @@ class DemonstrationStyle:
     error_rate: float = 0.0
     skew: float = 0.0
 
-    def rank(self, num_strategies: int, rng: np.random.Generator) -> int:
-        """Draws the rank of the strategy to demonstrate.
-
-        Args:
-          num_strategies: Number of strategies of the problem.
-          rng: Random generator.
-
-        Returns:
-          A rank in [0, num_strategies).
-        """
-        return self.choose(np.arange(num_strategies), rng)
-
     def choose(self, costs: Real[np.ndarray, " S"], rng: np.random.Generator) -> int:
         """Draws the index of a strategy, which has the weight exp(-skew cost).
 
         Args:
-          costs: Costs of the S strategies.
+          costs: Costs of the S strategies, such as their ranks.
           rng: Random generator.
         """
         weights = np.exp(-self.skew * costs)

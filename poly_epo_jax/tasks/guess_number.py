@@ -93,7 +93,7 @@ class GuessNumberTask(CharacterTask):
           Alternating guesses and replies.
         """
         low, high = map(int, problem.prompt.split("-"))
-        secret, part = int(problem.answer), PARTS[style.rank(len(PARTS), rng)]
+        secret, part = int(problem.answer), PARTS[style.choose(np.arange(len(PARTS)), rng)]
         bounds = np.linspace(low, high + 1, len(PARTS) + 1).astype(int)
         guess, turns, possible = int(rng.integers(bounds[part], bounds[part + 1])), [], (low, high)
         for _ in range(self.guesses):

@@ -10,14 +10,14 @@ from poly_epo_jax.registry import Range
 from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, load_problems, prompted
-from poly_epo_jax.tasks.verifier import Outcome, Verifier
+from poly_epo_jax.tasks.verifier import GradedInWorkers, Outcome, Verifier
 from poly_epo_jax.types import Generation, Problem
 
 MESSAGE = f"{SLOT}\n\nWork through the problem one step at a time, and write your final answer inside \\boxed{{}}."
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class MathTask:
+class MathTask(GradedInWorkers):
     """Mathematics problems whose answers are compared with math-verify.
 
     Attributes:
@@ -62,9 +62,6 @@ class MathTask:
     num_workers: Annotated[int, Range(0, 1024)] = 0
     cpu_seconds: Annotated[float, Range(0.1, 3600)] = 2.0
     memory_gb: Annotated[float, Range(0.1, 1024)] = 4.0
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    dropped: dict[str, Dropped] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         check_template(self.template)
@@ -75,10 +72,9 @@ class MathTask:
         if self.keep:
             train, outside = _with_pass_rate(train, Path(self.keep), self.keep_min, self.keep_max)
             dropped_train += outside
-        self.dropped = {"train": dropped_train, "held_out": dropped_held_out}
-        self.train_problems, self.held_out_problems = (
-            tuple(prompted(problem, self.template, MESSAGE) for problem in part) for part in (train, held_out)
-        )
+        self.dropped: dict[str, Dropped] = {"train": dropped_train, "held_out": dropped_held_out}
+        self.train_problems: Sequence[Problem] = prompted(train, self.template, MESSAGE)
+        self.held_out_problems: Sequence[Problem] = prompted(held_out, self.template, MESSAGE)
         self._verifier.take_counts()  # comparisons of reference answers are not metrics of the first step
 
     def reward(self, problem: Problem, generation: Generation) -> float:
@@ -94,14 +90,6 @@ class MathTask:
     def same_answer(self, problem: Problem, first: str, second: str) -> bool:
         """Returns True if two answers are mathematically equal, such as 1/2 and 0.5."""
         return self._verifier.compare(first, second) is Outcome.RIGHT
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the numbers of comparisons since the last call that timed out or crashed a worker."""
-        return self._verifier.metrics()
-
-    def close(self) -> None:
-        """Terminates the processes that compare answers. They also terminate when the task is garbage-collected."""
-        self._verifier.close()
 
     def _load(self, sources: Sequence[str], held_out: Sequence[Problem] = ()) -> tuple[list[Problem], Dropped]:
         columns = (self.problem_column, self.answer_column, self.id_column, self.answer_marker)

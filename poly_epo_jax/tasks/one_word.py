@@ -47,12 +47,10 @@ class OneWordTask(SyntheticTask):
     def __post_init__(self):
         train, held_out = word_list(f"{self.name}_train"), word_list(f"{self.name}_held_out")
         self._words: Mapping[str, Mapping[str, str]] = {**train, **held_out}
-        self.train_problems = self._first(train, "num_train")
-        self.held_out_problems = self._first(held_out, "num_held_out")
-
-    def _first(self, headings: Mapping[str, Mapping[str, str]], option: str) -> Sequence[Problem]:
-        """Returns the problems of as many shuffled headings as the option requests."""
-        return tuple(map(self.problem, self.shuffled(list(headings), option)[: getattr(self, option)]))
+        used_train = self.shuffled(list(train), "num_train")[: self.num_train]
+        used_held_out = self.shuffled(list(held_out), "num_held_out")[: self.num_held_out]
+        self.train_problems: Sequence[Problem] = tuple(map(self.problem, used_train))
+        self.held_out_problems: Sequence[Problem] = tuple(map(self.problem, used_held_out))
 
     def problem(self, item: str) -> Problem:
         """Returns the problem for a heading."""
@@ -66,9 +64,7 @@ class OneWordTask(SyntheticTask):
         """Returns the normal form of the word, whether correct or not, or None if the response is not a word."""
         return normal_form(generation.text, self._words[problem.answer])
 
-    def answer(self, problem: Problem, generation: Generation) -> str | None:
-        """Returns the same word as `strategy`."""
-        return self.strategy(problem, generation)
+    answer = strategy
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -138,19 +134,13 @@ def normal_form(text: str, known: Mapping[str, str]) -> str | None:
       The normalized word, or None if the text is not in `known` and is not a word or a name of at most four words and
       `MAX_CHARACTERS` characters.
     """
-    plain = _without_accents(text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+    letters = unicodedata.normalize("NFD", text.strip().lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+    plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
     bare = re.sub(r" +", " ", plain.strip("\"'`*.,;:!? "))
     forms = (plain, bare, ARTICLE.sub("", bare, count=1) if ARTICLE.match(bare) else bare)
     for form in forms:
-        for spelling in (form, *_singulars(form)):
+        singulars = [form.removesuffix(end) + singular for end, singular in PLURALS if form.endswith(end)]
+        for spelling in (form, *singulars):
             if spelling in known:
                 return known[spelling]
     return forms[-1] if len(bare) <= MAX_CHARACTERS and WORD.fullmatch(forms[-1]) else None
-
-
-def _without_accents(text: str) -> str:
-    return "".join(letter for letter in unicodedata.normalize("NFD", text) if not unicodedata.combining(letter))
-
-
-def _singulars(word: str) -> list[str]:
-    return [word.removesuffix(end) + singular for end, singular in PLURALS if word.endswith(end)]

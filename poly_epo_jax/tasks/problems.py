@@ -49,11 +49,7 @@ class Dropped:
 
 @runtime_checkable
 class Cleaned(Protocol):
-    """A task that removed problems from its data.
-
-    Attributes:
-      dropped: Numbers of removed problems, by part ("train" and "held_out").
-    """
+    """A task that removed problems from its data, by part ("train" and "held_out")."""
 
     dropped: dict[str, Dropped]
 
@@ -256,7 +252,6 @@ def clean_problems(
     same: dict[str, list[Problem]] = {}
     for problem in problems:
         same.setdefault(_squeeze(problem.prompt), []).append(problem)
-
     agreed = {text: copies[0] for text, copies in same.items() if _agree(*copies, same_answer=same_answer)}
     tested = {_squeeze(problem.prompt) for problem in held_out}
     kept = [problem for text, problem in agreed.items() if text not in tested]
@@ -286,16 +281,17 @@ def check_template(template: str) -> None:
         raise ValueError(f"template={template!r} must contain {SLOT} exactly once, in place of the problem.")
 
 
-def prompted(problem: Problem, template: str, message: str) -> Problem:
-    """Inserts the text of a problem into its prompt.
+def prompted(problems: Sequence[Problem], template: str, message: str) -> Sequence[Problem]:
+    """Inserts the text of each problem into its prompt.
 
     Args:
-      problem: Problem whose prompt is its text.
-      template: Text with `{problem}`, which may contain control tokens. Their names in the problem are encoded as plain
-        text.
+      problems: Problems whose prompts are their texts.
+      template: Text with `{problem}`. The names of control tokens are encoded as plain text in the problem only.
       message: Chat message with `{problem}`, which is used if the template is empty.
     """
-    start = template.find(SLOT)
-    untrusted = (start, start + len(problem.prompt)) if template else (0, 0)
-    prompt = (template or message).replace(SLOT, problem.prompt)
-    return dataclasses.replace(problem, prompt=prompt, chat=not template, untrusted=untrusted)
+    start, inserted = template.find(SLOT), []
+    for problem in problems:
+        untrusted = (start, start + len(problem.prompt)) if template else (0, 0)
+        prompt = (template or message).replace(SLOT, problem.prompt)
+        inserted.append(dataclasses.replace(problem, prompt=prompt, chat=not template, untrusted=untrusted))
+    return tuple(inserted)

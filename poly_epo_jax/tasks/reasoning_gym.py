@@ -16,7 +16,7 @@ import numpy as np
 from poly_epo_jax.config.checks import NOT_EMPTY, SEED
 from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, prompted
-from poly_epo_jax.tasks.verifier import Grader, Verifier
+from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Verifier
 from poly_epo_jax.types import Generation, Problem
 
 WORKER = Path(__file__).with_name("gym_worker.py")
@@ -25,7 +25,7 @@ ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class ReasoningGymTask:
+class ReasoningGymTask(GradedInWorkers):
     """Problems of a dataset of reasoning-gym.
 
     The final answer of a response is the text between the last pair of `<answer>` and `</answer>`, without surrounding
@@ -70,10 +70,6 @@ class ReasoningGymTask:
     num_workers: Annotated[int, Range(0, 1024)] = 0
     cpu_seconds: Annotated[float, Range(0.1, 3600)] = 2.0
     memory_gb: Annotated[float, Range(0.1, 1024)] = 4.0
-    correct_from: float = dataclasses.field(init=False, repr=False)
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    dropped: dict[str, Dropped] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         if importlib.util.find_spec("reasoning_gym") is None:
@@ -82,7 +78,7 @@ class ReasoningGymTask:
                 "pip install 'poly-epo-jax[reasoning-gym]' (its dependency pycosat requires a C compiler)"
             )
         check_template(self.template)
-        self.correct_from = self.threshold if self.raw_score else 1.0
+        self.correct_from: float = self.threshold if self.raw_score else 1.0
         self._entries: dict[str, str] = {}
         self._command = (str(WORKER), self.dataset, json.dumps(self.dataset_options or {}))
         limits = (self.num_workers, self.cpu_seconds, self.memory_gb)
@@ -90,28 +86,20 @@ class ReasoningGymTask:
         lines = self._generate()
         held_out, dropped_held_out = self._usable("held_out", lines[: self.num_held_out])
         train, dropped_train = self._usable("train", lines[self.num_held_out :], held_out)
-        self.dropped = {"train": dropped_train, "held_out": dropped_held_out}
-        self.train_problems, self.held_out_problems = (
-            tuple(prompted(problem, self.template, MESSAGE) for problem in part) for part in (train, held_out)
-        )
+        self.dropped: dict[str, Dropped] = {"train": dropped_train, "held_out": dropped_held_out}
+        self.train_problems: Sequence[Problem] = prompted(train, self.template, MESSAGE)
+        self.held_out_problems: Sequence[Problem] = prompted(held_out, self.template, MESSAGE)
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         """Returns 1 if the score of the final answer reaches the threshold, otherwise 0, or the score. Thread-safe."""
         answer = self.answer(problem, generation)
-        score = 0.0 if answer is None else self._verifier.score(self._entries[problem.id], answer)
+        reply = None if answer is None else self._verifier.call(self._entries[problem.id], answer)
+        score = reply if isinstance(reply, float) else 0.0  # the scorer raised an exception, or exceeded its limits
         return score if self.raw_score else float(score >= self.threshold)
 
     def answer(self, problem: Problem, generation: Generation) -> str | None:
         """Returns the final answer, or None if it is missing or empty."""
         return last_tagged(generation.text)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the numbers of answers since the last call that timed out or crashed a worker."""
-        return self._verifier.metrics()
-
-    def close(self) -> None:
-        """Terminates the processes that score answers. They also terminate when the task is garbage-collected."""
-        self._verifier.close()
 
     def _generate(self) -> list[list[str] | str]:
         """Returns the held-out and the training problems, or the errors for unusable problems."""

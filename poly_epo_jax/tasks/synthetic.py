@@ -33,16 +33,14 @@ class SyntheticTask:
     seed: Annotated[int, SEED] = 0
     num_train: Annotated[int, Range(0, 10**6)] = 0
     num_held_out: Annotated[int, Range(0, 10**6)] = 0
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         self.divide(self.shuffled(self.items(), "num_train", "num_held_out"))
 
     def divide(self, items: Sequence[Any]) -> None:
         """Generates the training and held-out problems from shuffled items."""
-        self.train_problems = tuple(map(self.problem, items[: self.num_train]))
-        self.held_out_problems = tuple(map(self.problem, items[len(items) - self.num_held_out :]))
+        self.train_problems: Sequence[Problem] = tuple(map(self.problem, items[: self.num_train]))
+        self.held_out_problems: Sequence[Problem] = tuple(map(self.problem, items[len(items) - self.num_held_out :]))
 
     def shuffled(self, items: Sequence[Any], *options: str) -> list[Any]:
         """Returns the items in an order that `seed` determines.
@@ -86,7 +84,6 @@ class CharacterTask(SyntheticTask):
     """
 
     num_demonstrated: Annotated[int, Range(0, 10**6)] = 0
-    demonstrated_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     alphabet: ClassVar[str]
 
@@ -96,4 +93,4 @@ class CharacterTask(SyntheticTask):
         others = len(items) - self.num_demonstrated
         self.divide(items[:others])
         own = tuple(map(self.problem, items[others:]))
-        self.demonstrated_problems = own or (*self.train_problems, *self.held_out_problems)
+        self.demonstrated_problems: Sequence[Problem] = own or (*self.train_problems, *self.held_out_problems)

@@ -4,8 +4,9 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import numpy as np
 from poly_epo_jax.config.checks import NOT_EMPTY, SEED, one_of
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
-from poly_epo_jax.tasks.verifier import Grader, Outcome as PlayerFailure, Verifier
+from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Outcome as PlayerFailure, Verifier
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem
 
 WORKER = Path(__file__).with_name("textarena_worker.py")
@@ -35,7 +36,7 @@ CLUSTERS = {
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class TextArenaTask:
+class TextArenaTask(GradedInWorkers):
     """A single-player game of TextArena. Each problem is a start of the game, and each response an episode.
 
     The prompt is a chat message with the first messages of the game, and each reply contains its next messages. A move
@@ -77,8 +78,6 @@ class TextArenaTask:
     raw_score: bool = False
     clusters: Annotated[str, one_of(*CLUSTERS)] = "first_move"
     num_workers: Annotated[int, Range(0, 1024)] = 0
-    train_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
-    held_out_problems: Sequence[Problem] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         if importlib.util.find_spec("textarena") is None:
@@ -96,16 +95,13 @@ class TextArenaTask:
                 f"task.options.min_reward={self.min_reward:g} must be smaller than max_reward={self.max_reward:g}."
             )
         player = Grader("textarena", (str(WORKER), self.game), list)
-        self._players = Verifier(self.num_workers, CPU_SECONDS, grader=player)
-        seeds = np.random.SeedSequence(self.seed).generate_state(2) >> 1
+        self._verifier = Verifier(self.num_workers, CPU_SECONDS, grader=player)
+        seeds = (np.random.SeedSequence(self.seed).generate_state(2) >> 1).tolist()
         with ThreadPoolExecutor(max(2, self.num_workers)) as threads:
-            self.held_out_problems, self.train_problems = (
-                tuple(threads.map(self._problem, [part] * size, range(first, first + size)))
-                for part, size, first in (
-                    ("held_out", self.num_held_out, int(seeds[0])),
-                    ("train", self.num_train, int(seeds[1])),
-                )
-            )
+            held_out = range(seeds[0], seeds[0] + self.num_held_out)
+            train = range(seeds[1], seeds[1] + self.num_train)
+            self.held_out_problems: Sequence[Problem] = tuple(threads.map(partial(self._problem, "held_out"), held_out))
+            self.train_problems: Sequence[Problem] = tuple(threads.map(partial(self._problem, "train"), train))
 
     def start(self, problem: Problem, seed: int) -> "TextArenaEpisode":
         """Starts an episode, whose random numbers after the start of the game are determined by `seed`."""
@@ -126,7 +122,7 @@ class TextArenaTask:
         Raises:
           EpisodeFailure: If the process that plays failed, or the reward is outside the declared range.
         """
-        played = self._players.call(seed, str(episode_seed), json.dumps(moves))
+        played = self._verifier.call(seed, str(episode_seed), json.dumps(moves))
         if isinstance(played, PlayerFailure):
             reason = "it raised an exception at the start" if played is PlayerFailure.WRONG else f"it {played.value}"
             raise EpisodeFailure(f"TextArena failed to play {self.game} with seed {seed}: {reason}.")
@@ -145,14 +141,6 @@ class TextArenaTask:
         scaled = (reward - self.min_reward) / (self.max_reward - self.min_reward)
         correct = scaled >= self.threshold
         return scaled if self.raw_score else float(correct), correct
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the numbers of replays since the last call that timed out or crashed a process."""
-        return self._players.metrics()
-
-    def close(self) -> None:
-        """Terminates the processes that play. They also terminate when the task is garbage-collected."""
-        self._players.close()
 
     def _problem(self, part: str, seed: int) -> Problem:
         try:
@@ -194,9 +182,7 @@ class TextArenaEpisode:
     async def close(self) -> Outcome:
         """Returns the outcome of the game."""
         reward, correct = self.task.score(self.reward)
-        strategy: Hashable | None = None
-        if self.valid_moves:
-            strategy = CLUSTERS[self.task.clusters](tuple(self.valid_moves))
+        strategy = CLUSTERS[self.task.clusters](tuple(self.valid_moves)) if self.valid_moves else None
         metrics = {"moves": float(len(self.moves)), "invalid_moves": float(len(self.moves) - len(self.valid_moves))}
         return Outcome(reward=reward, strategy=strategy, correct=correct, metrics=metrics)
 

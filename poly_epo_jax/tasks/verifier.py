@@ -112,22 +112,6 @@ class Verifier:
             self._counts[outcome] += 1
         return outcome
 
-    def score(self, *request: str) -> float:
-        """Scores an answer. Blocks until a worker is free.
-
-        Args:
-          request: Arguments of the grader, which returns a float.
-
-        Returns:
-          The score, or 0 if the grader raised an exception, exceeded its time limit or crashed.
-
-        Raises:
-          ChildProcessError: If a worker cannot start.
-          ValueError: If the verifier is closed.
-        """
-        reply = self.call(*request)
-        return 0.0 if isinstance(reply, Outcome) else reply
-
     def call(self, *request: str) -> Any:
         """Calls the grader in a worker. Blocks until a worker is free.
 
@@ -194,14 +178,6 @@ class Verifier:
 
     @contextlib.contextmanager
     def _free_worker(self) -> Iterator["_Worker"]:
-        self._start()
-        worker = self._idle.get()
-        try:
-            yield worker
-        finally:
-            self._idle.put(worker)
-
-    def _start(self) -> None:
         with self._lock:
             if not self._close.alive:
                 raise ValueError("The verifier is closed; create a new one.")
@@ -209,6 +185,25 @@ class Verifier:
                 self._workers += [_Worker(self._grader) for _ in range(self._num_workers)]
                 for worker in self._workers:
                     self._idle.put(worker)
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+
+class GradedInWorkers:
+    """Base class of tasks whose responses are graded in worker processes."""
+
+    _verifier: Verifier
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers of answers since the last call that timed out or crashed a worker."""
+        return self._verifier.metrics()
+
+    def close(self) -> None:
+        """Terminates the workers. They also terminate when the task is garbage-collected."""
+        self._verifier.close()
 
 
 class _Worker:

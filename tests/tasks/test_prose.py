@@ -9,8 +9,7 @@ import pytest
 from responses import response
 
 from poly_epo_jax.tasks import TASKS, MultiplicationProseTask, PolynomialProseTask
-from poly_epo_jax.tasks.arithmetic import MAX_DEPTH, Product, Sum, equations, parse_expression, value
-from poly_epo_jax.tasks.decomposition import decomposition
+from poly_epo_jax.tasks.arithmetic import MAX_DEPTH, Product, Sum, decomposition, equations, parse_expression, value
 from poly_epo_jax.types import Problem
 
 MULTIPLICATION = MultiplicationProseTask(num_train=5, num_held_out=5)

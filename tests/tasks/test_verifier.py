@@ -267,7 +267,7 @@ def test_an_invalid_reply_is_a_crash(tmp_path: Path, reply: str):
     script.write_text(f"def open_grader():\n    return lambda answer: {reply}\n")
     verifier = Verifier(1, 2.0, 4.0, Grader("nothing", (str(script),)))
     try:
-        assert verifier.score("an answer") == 0.0
+        assert verifier.call("an answer") is Outcome.CRASHED
         assert verifier.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 1.0}
     finally:
         verifier.close()

@@ -186,9 +186,7 @@ class Slots:
 
     def _pad(self, values: Sequence[int] | np.ndarray, filling: int = 0, dtype: type = np.int32) -> np.ndarray:
         """Pads values to the number of slots that are inserted or read per call."""
-        padded = np.full(self._turnover, filling, dtype)
-        padded[: len(values)] = values
-        return padded
+        return np.pad(np.asarray(values, dtype), (0, self._turnover - len(values)), constant_values=filling)
 
 
 def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from poly_epo_jax.system.http_client import (
     describe_error,
     open_client,
 )
-from poly_epo_jax.types import Completion, FinishReason, Metrics, Params, Request, Sampling
+from poly_epo_jax.types import Completion, Metrics, Params, Request, Sampling
 
 MAX_ATTEMPTS = 8
 """Maximum number of attempts per request. Retries wait until a server is available."""
@@ -209,20 +209,21 @@ class ServerSampler:
             return
         if isinstance(answers, BaseException):
             raise answers
+        limits = {"max_tokens": pending.request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}
         for index, answer in zip(indices, answers, strict=True):
             if isinstance(answer, InvalidResponseError):
                 self._reject(server, pending, str(answer))
             elif not accepted:
-                self._counts["resampled"] += 1
                 self._mark_failed(pool, server, pending, "its weight update failed or was repeated")
             elif answer.weight_version not in (None, *accepted):
-                name = self._weights.name
-                self._counts["resampled"] += 1
-                self._mark_failed(pool, server, pending, f"it has weights {answer.weight_version} instead of {name}")
+                why = f"it has weights {answer.weight_version} instead of {self._weights.name}"
+                self._mark_failed(pool, server, pending, why)
             elif answer.finish_reason is None:
-                self._counts["resampled"] += 1
                 pending.last_error = f"{server.url} aborted a generation"
-            elif flaw := self._flaw(pending.request, answer, answer.finish_reason) or answer.weight_flaw(accepted):
+            elif flaw := (
+                completion_flaw(answer.token_ids, answer.logprobs, answer.finish_reason, **limits)
+                or answer.weight_flaw(accepted)
+            ):
                 self._reject(server, pending, flaw)
             else:
                 pending.done[index] = Completion(
@@ -236,13 +237,10 @@ class ServerSampler:
                         [span.end - span.start for span in answer.weights],
                     ),
                 )
-
-    def _flaw(self, request: Request, answer: ServerCompletion, finish_reason: FinishReason) -> str:
-        limits = {"max_tokens": request.max_tokens, "stop_ids": self.stop_ids, "vocab_size": self.vocab_size}
-        return completion_flaw(answer.token_ids, answer.logprobs, finish_reason, **limits)
+            self._counts["resampled"] += index not in pending.done
 
     def _reject(self, server: Server, pending: _PendingRequest, why: str) -> None:
-        self._counts.update(resampled=1, invalid_responses=1)
+        self._counts["invalid_responses"] += 1
         pending.last_invalid_server, pending.last_error = server, f"{server.url} returned an invalid completion: {why}"
         if not server.reported_invalid:
             server.reported_invalid = True

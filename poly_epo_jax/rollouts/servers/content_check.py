@@ -38,7 +38,6 @@ from poly_epo_jax.rollouts.servers.evidence import (
     change_flaw,
     describe_checks,
     exact_tensors,
-    first_token,
     is_same,
     trainer_flaw,
     valid_checksums,
@@ -89,7 +88,7 @@ class ContentCheck:
         self._scores: list[tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]] = []
         self._verified: dict[str, Verified] = {}
         self._announced: dict[str, str] = {}
-        self._kinds, self._salts = itertools.count(), itertools.count()
+        self._salts = itertools.count()
         self._counts = Counter[str]()
 
     def prepare(self, params: Params) -> None:
@@ -162,7 +161,8 @@ class ContentCheck:
         try:
             cached = await self._ask(client, url, max_tokens=1)
             answer = await self._ask(client, url, self._new_salt(name))
-            is_repeatable = not self._in_flight and is_same(cached, first_token(answer))
+            first = answer._replace(token_ids=answer.token_ids[:1], logprobs=answer.logprobs[:1])
+            is_repeatable = not self._in_flight and is_same(cached, first)
             is_stale = isinstance(cached.cached_tokens, int) and cached.cached_tokens > MAX_SHARED_TOKENS
             if not (self._in_flight or is_repeatable or is_stale):
                 is_stale = is_same(answer, await self._ask(client, url, self._new_salt(name)))
@@ -227,7 +227,7 @@ class ContentCheck:
           shown: Evidence of the servers that are verified.
           name: Name of their weights. Other servers that were verified with the same weights are included.
         """
-        kinds: dict[int, dict[str, ServerCompletion]] = {}
+        kinds: dict[str, dict[str, ServerCompletion]] = {}
         for url, verified in self._verified.items():
             evidence = shown.get(url, verified.evidence if verified.name == name else None)
             if evidence is not None and evidence.is_repeatable:
@@ -245,9 +245,7 @@ class ContentCheck:
         exact, before = exact_tensors(self._pushed, evidence.checksums), self._verified.get(url)
         if before is None:
             others = (one for one in self._verified.values() if one.name == name)
-            equal = (one.kind for one in others if is_same(one.evidence.answer, evidence.answer))
-            kind = next(equal, None)
-            kind = next(self._kinds) if kind is None else kind
+            kind = next((one.kind for one in others if is_same(one.evidence.answer, evidence.answer)), url)
         else:
             exact, kind = exact | before.exact, before.kind
         self._verified[url] = Verified(name, self._pushed, evidence, exact, kind)

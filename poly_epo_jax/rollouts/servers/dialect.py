@@ -118,17 +118,17 @@ def check_accepted(response: httpx.Response, url: str, request: Request) -> None
 
 @runtime_checkable
 class Dialect(Protocol):
-    """Requests to one kind of server.
+    """Requests to one kind of server. Implementations inherit this class and its documentation.
 
     If the server does not respond or its response is invalid, `wait_for`, `probe` and `workers` raise `ServerError`,
     and the other methods raise `httpx.HTTPError`. If the server responds to a request of `pause`, `load_folder`,
     `resume`, `rename_weights` or `sleep` with an error, these methods raise `ServerError`.
+
+    Attributes:
+      max_cache_block: Maximum number of tokens of a block of the prefix cache. Other prompts only share whole blocks.
     """
 
-    @property
-    def max_cache_block(self) -> int:
-        """Maximum number of tokens of a block of the prefix cache. Other prompts only share whole blocks."""
-        ...
+    max_cache_block: int
 
     async def wait_for(self, url: str, seconds: float) -> None:
         """Waits until the server or router at `url` responds. A router responds once it has a worker.
@@ -153,6 +153,8 @@ class Dialect(Protocol):
     async def workers(self, url: str, seconds: float) -> list[str]:
         """Waits until a router responds, and returns the URLs of its workers.
 
+        Dialects without routers inherit this method, which returns no workers.
+
         Args:
           url: URL of the router.
           seconds: Timeout in seconds.
@@ -160,7 +162,7 @@ class Dialect(Protocol):
         Raises:
           ServerError: If the router does not respond within `seconds`, or its list of workers is invalid.
         """
-        ...
+        return []
 
     async def model_info(self, url: str) -> ModelInfo:
         """Returns the model that a server reports."""

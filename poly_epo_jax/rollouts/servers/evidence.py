@@ -44,24 +44,19 @@ class Verified:
       pushed: Content of the push.
       evidence: Evidence of the server.
       exact: Tensors whose checksums have equaled those of the pushed bytes.
-      kind: Number of its group of servers, which had equal answers in their first verification.
+      kind: URL of the first server of its group, whose servers had equal answers in their first verification.
     """
 
     name: str
     pushed: PushedWeights
     evidence: Evidence
     exact: frozenset[str]
-    kind: int
+    kind: str
 
 
 def is_same(one: ServerCompletion, other: ServerCompletion) -> bool:
     """Returns True if two answers have the same tokens and exactly the same log-probabilities."""
     return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
-
-
-def first_token(answer: ServerCompletion) -> ServerCompletion:
-    """Returns the first token of an answer."""
-    return answer._replace(token_ids=answer.token_ids[:1], logprobs=answer.logprobs[:1])
 
 
 def valid_checksums(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

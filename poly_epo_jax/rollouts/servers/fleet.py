@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 
 from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.system.run_to_completion import cancel_all
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,7 +78,9 @@ class ServerPool:
           ServerError: If the recovery of every server has failed.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._next(num_generations, other_than) or not self._any_left())
+            await self._changed.wait_for(
+                lambda: self._next(num_generations, other_than) or all(server.failure for server in self._servers)
+            )
             server = self._next(num_generations, other_than)
             if server is None:
                 failures = [server.failure for server in self._servers if server.failure is not None]
@@ -106,9 +109,7 @@ class ServerPool:
 
     async def close(self) -> None:
         """Cancels the recovery of failed servers."""
-        for task in self._recoveries:
-            task.cancel()
-        await asyncio.gather(*self._recoveries, return_exceptions=True)
+        await cancel_all(self._recoveries)
 
     def _next(self, num_generations: int, other_than: Server | None) -> Server | None:
         """Returns the server for the next request, or None if no server has free capacity."""
@@ -116,9 +117,6 @@ class ServerPool:
         up = [server for server in up if server is not other_than] or up
         free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]
         return min(free, key=lambda server: server.tokens, default=None)
-
-    def _any_left(self) -> bool:
-        return any(server.failure is None for server in self._servers)
 
     def _start_recovery(self, server: Server) -> None:
         task = asyncio.create_task(self._recover_server(server))

@@ -57,7 +57,7 @@ class WeightSync(Protocol):
         ...
 
 
-class DiskSync:
+class DiskSync(WeightSync):
     """Writes weights to a Hugging Face folder that every server reads.
 
     Args:
@@ -81,15 +81,6 @@ class DiskSync:
         self._outdated: list[str] = []
 
     def prepare(self, params: Params, version: str) -> None:
-        """Writes new weights to the folder, next to the current ones.
-
-        Args:
-          params: All weights of the policy.
-          version: Name of the weights.
-
-        Raises:
-          OSError: If the weights cannot be written.
-        """
         if self._folder == Path():
             self._folder = _private_folder(self._parent, self._prefix)
         try:
@@ -114,7 +105,6 @@ class DiskSync:
             await asyncio.to_thread(shutil.rmtree, self._folder / self._outdated.pop())
 
     def close(self) -> None:
-        """Removes the folder."""
         if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = Path()

@@ -11,7 +11,7 @@ from poly_epo_jax.config.checks import is_url
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.layer_settings import full_attention_interval
-from poly_epo_jax.rollouts.servers.dialect import Endpoint, ModelInfo, ServerCompletion, check_accepted
+from poly_epo_jax.rollouts.servers.dialect import Dialect, Endpoint, ModelInfo, ServerCompletion, check_accepted
 from poly_epo_jax.rollouts.sglang.responses import parse_responses
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
@@ -30,13 +30,12 @@ ASLEEP, EMPTY = "asleep", "empty"
 """Weight versions of a sleeping server, and of a server that was woken but has not loaded weights yet."""
 
 
-class SGLang:
-    """Implements `Dialect` for SGLang."""
+class SGLang(Dialect):
+    """Requests to SGLang servers."""
 
     max_cache_block = 64
 
     async def wait_for(self, url: str, seconds: float) -> None:
-        """Waits until `/v1/models` responds, see `Dialect.wait_for`."""
         # /health is not used, because it generates a token, which a paused server never does.
         await wait_until_healthy(f"{url}/v1/models", seconds, f"SGLang server {url}")
 
@@ -57,7 +56,6 @@ class SGLang:
         return Endpoint(url, workers.status_code == 200, missing if update.status_code == 404 else "")
 
     async def workers(self, url: str, seconds: float) -> list[str]:
-        """Returns the workers that `/workers` lists, see `Dialect.workers`."""
         await wait_until_healthy(f"{url}/health", seconds, f"SGLang router {url}")
         try:
             async with open_client(ANSWER_SECONDS) as client:
@@ -74,7 +72,6 @@ class SGLang:
         return urls
 
     async def model_info(self, url: str) -> ModelInfo:
-        """Returns the model that `/model_info` reports."""
         async with open_client(ANSWER_SECONDS) as client:
             answer = await client.get(f"{url}/model_info")
             if answer.status_code == 404:  # Routers and sglang-jax only have the older route.
@@ -94,13 +91,11 @@ class SGLang:
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> list[ServerCompletion | InvalidResponseError]:
-        """Generates completions with `/generate`, see `Dialect.generate`."""
         response = await client.post(f"{url}/generate", json=_body(request, indices, sampling, stop_ids))
         check_accepted(response, url, request)
         return parse_responses(read_json(response), request, len(indices), stop_ids)
 
     async def pause(self, client: httpx.AsyncClient, url: str, keep: bool = False) -> None:
-        """Wakes the server if it sleeps, aborts or keeps all generations, and pauses it. See `Dialect.pause`."""
         if await self._is_asleep(url):  # A previous run may have been killed while the server was asleep.
             _check(await client.post(f"{url}/resume_memory_occupation", json={}), "reallocate its memory")
             await post(client, url, "update_weight_version", {"new_version": EMPTY})
@@ -108,18 +103,15 @@ class SGLang:
         await post(client, url, "pause_generation", {"mode": "retract" if keep else "abort"})
 
     async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
-        """Loads weights with `/update_weights_from_disk`, see `Dialect.load_folder`."""
         body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
         await post(client, url, "update_weights_from_disk", body)
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
-        """Resumes a paused server."""
         await post(client, url, "continue_generation", {})
 
     async def checksums(
         self, client: httpx.AsyncClient, url: str, skipped_layers: Sequence[int]
     ) -> list[dict[str, str]] | None:
-        """Returns the checksums of `/weights_checker`, see `Dialect.checksums`."""
         if field(read_json(await client.get(f"{url}/server_info")), "", dict).get("quantization"):
             return None
         body = {"action": "checksum", "skip_tensor_list": [f".layers.{layer}." for layer in skipped_layers]}
@@ -133,11 +125,9 @@ class SGLang:
         ]
 
     async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:
-        """Sets the weight version with `/update_weight_version`."""
         await post(client, url, "update_weight_version", {"new_version": version})
 
     async def sleep(self, client: httpx.AsyncClient, url: str) -> None:
-        """Frees the memory of a server that was started with --enable-memory-saver, see `Dialect.sleep`."""
         await _check_memory_saver(client, url)
         if await self._is_asleep(url):
             return

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import dataclasses
-import io
 import pickle
 import sys
 import types
@@ -16,6 +15,7 @@ import httpx
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.rollouts.servers.dialect import Dialect
+from poly_epo_jax.rollouts.servers.weight_sync import WeightSync
 from poly_epo_jax.rollouts.sglang.dialect import post
 from poly_epo_jax.types import Params
 
@@ -23,7 +23,7 @@ BUCKET_BYTES = 10**9  # Maximum size of a bucket, unless a single tensor is larg
 METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 
 
-class TensorSync:
+class TensorSync(WeightSync):
     """Sends weights as flattened buckets of tensors: CUDA memory handles for weights on a GPU, otherwise raw bytes.
 
     CUDA handles require servers on this host that see the trainer's first GPU under the same index. Data-parallel
@@ -72,7 +72,8 @@ class TensorSync:
         try:
             for number, bucket in enumerate(self._buckets, start=1):
                 is_last = number == len(self._buckets)
-                payload = base64.b64encode(self._pickle(bucket)).decode()
+                dumps = ForkingPickler.dumps if bucket["flattened_tensor"].is_cuda else pickle.dumps
+                payload = base64.b64encode(dumps(bucket)).decode()
                 body = {
                     "serialized_named_tensors": [payload] * self._ranks,
                     "load_format": "flattened_bucket",
@@ -83,7 +84,6 @@ class TensorSync:
             await asyncio.gather(*(post(client, url, "end_weight_update", {}) for url in urls))
 
     def close(self) -> None:
-        """Frees the buckets."""
         self._buckets = []
 
     def _make_buckets(self, params: Params) -> Iterator[dict[str, Any]]:
@@ -113,33 +113,15 @@ class TensorSync:
             self._torch.cuda.synchronize(bucket.device)
         return {"flattened_tensor": bucket, "metadata": metadata}
 
-    def _pickle(self, bucket: dict[str, Any]) -> bytes:
-        if not bucket["flattened_tensor"].is_cuda:
-            return pickle.dumps(bucket)
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(bucket)
-        return buffer.getvalue()
-
 
 def _metadata_class() -> type:
     """Returns a class with the module and name of SGLang's tensor metadata class, so that SGLang can unpickle it."""
-
-    @dataclasses.dataclass
-    class FlattenedTensorMetadata:
-        name: str
-        shape: Any
-        dtype: Any
-        start_idx: int
-        end_idx: int
-        numel: int
-
-    FlattenedTensorMetadata.__module__, FlattenedTensorMetadata.__qualname__ = (
-        METADATA_MODULE,
-        "FlattenedTensorMetadata",
-    )
+    fields = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
+    metadata = dataclasses.make_dataclass("FlattenedTensorMetadata", fields)
+    metadata.__module__ = METADATA_MODULE
     parts = METADATA_MODULE.split(".")
     for i in range(1, len(parts) + 1):
         name = ".".join(parts[:i])
         sys.modules.setdefault(name, types.ModuleType(name))
-    sys.modules[METADATA_MODULE].FlattenedTensorMetadata = FlattenedTensorMetadata  # pyright: ignore
-    return FlattenedTensorMetadata
+    setattr(sys.modules[METADATA_MODULE], metadata.__name__, metadata)
+    return metadata
