@@ -7,9 +7,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
+from poly_epo_jax.report import evaluation_figures, figures, pass_at_k, timeline_figures
 from poly_epo_jax.report.document import asset, document
-from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree, model_labels
+from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationResults, Evaluations, read_folders
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import (
@@ -20,7 +20,7 @@ from poly_epo_jax.report.page import (
     results_tables,
     run_summary,
 )
-from poly_epo_jax.report.paired_differences import plot_with_differences
+from poly_epo_jax.report.rollout_trees import Rollouts, plot_rollout_trees
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -142,7 +142,10 @@ def _figure_sections(
     """
     logged = {metric for rows in runs.values() for row in rows for metric in row}
     shown = {"comparison": figures.COMPARED, "training_dynamics": figures.drawn_metrics()}
-    more = {name: metric_list(map(describe, filter(logged.__contains__, shown[name]))) for name in shown}
+    more = {
+        name: metric_list((describe(metric).title, describe(metric).meaning) for metric in metrics if metric in logged)
+        for name, metrics in shown.items()
+    }
     sentences = [
         f"<li><b>{html.escape(label)}</b>: {html.escape(timeline_figures.sentence(windows))}</li>"
         for label, windows in timelines.items()
@@ -161,21 +164,21 @@ def _draw_figures(
     metrics: figures.Runs,
     results: evaluation_figures.Evaluations,
     tree_title: str,
-    trees: dict[str, Tree],
+    trees: dict[str, Rollouts],
     line_styles: evaluation_figures.LineStyles,
 ) -> dict[str, Figure | None]:
     return {
         "training_dynamics": figures.plot_training_dynamics(metrics),
-        "pass_at_k": evaluation_figures.plot_held_out_pass_at_k(metrics),
+        "pass_at_k": pass_at_k.plot_held_out_pass_at_k(metrics),
         "comparison": figures.plot_comparison(metrics),
-        "evaluation_pass_at_k": plot_with_differences(results, line_styles),
+        "evaluation_pass_at_k": pass_at_k.plot_with_differences(results, line_styles),
         "majority": evaluation_figures.plot_majority(results, line_styles),
         "branches": evaluation_figures.plot_branches(results, line_styles),
-        "rollout_trees": evaluation_figures.plot_rollout_trees(tree_title, trees, line_styles),
+        "rollout_trees": plot_rollout_trees(tree_title, trees, line_styles),
     }
 
 
-def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
+def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Rollouts]]:
     """Returns the problem of the rollout trees, the collections of all evaluations, and the trees by model.
 
     Only the first two models of the first benchmark have a tree.
@@ -194,7 +197,7 @@ def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collec
             if collection is not None:
                 collections.append(collection)
             if rollouts:
-                trees[model] = lay_out_tree(*map(list, zip(*rollouts.values(), strict=True)))
+                trees[model] = list(rollouts.values())
     return problem, collections, trees
 
 

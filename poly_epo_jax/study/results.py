@@ -108,6 +108,10 @@ class StudyResults:
         """Learning rates in ascending order."""
         return sorted({one.key.rate for one in self.results})
 
+    def cells(self, task: str) -> list[Cell]:
+        """Returns the cells of a task by method, each in ascending order of the learning rate."""
+        return [(task, method, rate) for method in self.methods for rate in self.learning_rates]
+
     def benchmarks(self, task: str) -> list[str]:
         """Labels of the benchmarks on which runs of a task were evaluated, sorted."""
         return sorted({name for one in self.results if one.key.task == task for name in one.evaluations})
