@@ -276,8 +276,7 @@ def test_excerpts_contain_the_number_of_omitted_characters():
 
 def test_bounds_depend_on_the_number_of_generations(tmp_path: Path):
     write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=30, num_generations=20, num_tokens=3000)
-    problems = [f"problem-{number}" for number in range(30)]
-    collection, _ = report_generations.evaluation_collection("a", "x", tmp_path / "x" / "a", problems, None, 0)
+    collection, _ = report_generations.evaluation_collection("a", "x", tmp_path / "x" / "a", None, 0)
     assert collection is not None
     (whole,), bounds = report_generations.bound([collection], 100_000_000)
     assert bounds == DEFAULT_BOUNDS and len(whole["problems"]) == 20 and len(whole["problems"][0]["generations"]) == 16
@@ -296,7 +295,7 @@ def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
     path = tmp_path / "x" / "a"
     assert (path / "generations.jsonl").stat().st_size > 5_000_000
     tracemalloc.start()
-    report_generations.evaluation_collection("a", "x", path, ["problem-0"], None, 0)
+    report_generations.evaluation_collection("a", "x", path, None, 0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2_000_000
