@@ -174,7 +174,7 @@ def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> tuple[Interval | None, int]:
+def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Interval | None:
     """Computes the mean difference from a baseline over the seeds that both have.
 
     Runs with the same seed train on the same prompts in the same order, so the effect of a seed on both runs cancels.
@@ -184,9 +184,7 @@ def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> t
       baseline: Values of the baseline by seed.
 
     Returns:
-      The mean difference with its interval, or None if there are no common seeds, and the number of common seeds.
+      The mean difference with its interval, or None if there are no common seeds.
     """
-    shared = sorted(values.keys() & baseline.keys())
-    if not shared:
-        return None, 0
-    return mean_interval(np.array([values[seed] - baseline[seed] for seed in shared])), len(shared)
+    differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
+    return mean_interval(np.array(differences)) if differences else None

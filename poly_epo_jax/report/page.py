@@ -58,7 +58,7 @@ def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> st
         for k in sorted({min(ks), max(ks)} if metric == PASS else {max(ks)}) if ks else ():
             means = [sum(pair[side][k].mean for pair in curves) / len(curves) for side in (0, 1)]
             entry = evaluation.describe(evaluation.at(metric, k))
-            values = [entry.format(mean) for mean in means]
+            values = [f"{mean:.{entry.digits}f}" for mean in means]
             changes.append(f"{entry.title}: {' → '.join(values if first != other else values[:1])}")
     name = f"<b>{html.escape(other)}</b>" + (f" instead of {html.escape(first)}" if first != other else "")
     where = f"on {html.escape(next(iter(shared)))}" if len(shared) == 1 else f"means over {len(shared)} benchmarks"

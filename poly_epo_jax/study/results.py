@@ -165,7 +165,7 @@ class StudyResults:
         task, method, rate = cell
         if method == self.baseline:
             return None
-        return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))[0]
+        return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))
 
     def metrics(self, task: str) -> dict[str, str]:
         """Returns the titles of the metrics of a task's results by name, without metrics that no run has."""
