@@ -15,16 +15,128 @@ if __name__ == "__main__":
     report_missing_packages()  # before the imports below
 
 import argparse
+import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config
-from poly_epo_jax.doctor.command import run
+from poly_epo_jax.doctor.collectives import check_collectives
+from poly_epo_jax.doctor.decoding import check_decoding
+from poly_epo_jax.doctor.machine import check_checkpoint, check_devices, check_kernel
+from poly_epo_jax.doctor.runner import CheckResult, CheckRunner, DoctorCheck, Finding, RunContext
+from poly_epo_jax.doctor.servers import check_generations, check_judge, check_weights
+from poly_epo_jax.doctor.step import check_step
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import check_writable
+from poly_epo_jax.startup.prepare import check_writable, prepare, use_compilation_cache
 from poly_epo_jax.system.user_path import user_path
+
+
+def check_settings(run: RunContext) -> CheckResult:
+    """Checks folders, data, sequence lengths and the memory plan."""
+    task = prepare(run.config).task
+    train, held_out = len(task.train_problems), len(task.held_out_problems)
+    figures = {"training problems": train, "held-out problems": held_out}
+    return f"folders, lengths and memory are valid; {train:,} training and {held_out:,} held-out problems", figures
+
+
+COLORS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
+WIDTH = 110  # Minimum width of the table in characters, even if the output is a file.
+
+
+def show_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Prints a table with one row per finding, and the number of findings with each status.
+
+    Args:
+      findings: Findings of all checks, in order.
+      console: Console to which the table is printed.
+    """
+    console.width = max(console.width, WIDTH)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("check", max_width=32, overflow="fold")
+    table.add_column("result", no_wrap=True)
+    table.add_column("s", justify="right", no_wrap=True)
+    table.add_column("message and remedy")
+    for one in findings:
+        color = COLORS[one.status]
+        table.add_row(escape(one.name), f"[{color}]{one.status}[/]", f"{one.seconds:.1f}", f"{escape(one.message)}.")
+    console.print(table)
+    counts = [f"{sum(one.status == status for one in findings)} {status}" for status in COLORS]
+    console.print(f"Doctor: {', '.join(counts)}.")
+
+
+TIMEOUT_SECONDS = 180.0  # Time limit of all checks together.
+CHECKS = (
+    DoctorCheck("devices", check_devices, 60.0, "check whether another process uses the devices", needs_mesh=False),
+    DoctorCheck("settings", check_settings, 60.0, "check whether the disk or the network hangs", when="full"),
+    DoctorCheck(
+        "kernel", check_kernel, 60.0, "set --config.model.attention=blockwise, which is slower, and report the kernel"
+    ),
+    DoctorCheck("decoding", check_decoding, 90.0, "report the problem with the name of the device"),
+    DoctorCheck(
+        "collectives",
+        check_collectives,
+        90.0,
+        "on GPUs, inspect the output of NCCL_DEBUG=INFO, and check that all hosts run the doctor",
+    ),
+    DoctorCheck("checkpoint", check_checkpoint, 60.0, "check whether the disk of workdir hangs or is full"),
+    DoctorCheck("servers", check_generations, 80.0, "see the server logs", when="short"),
+    DoctorCheck("servers", check_weights, 120.0, "see the server logs", when="full"),
+    DoctorCheck("judge", check_judge, 80.0, "see the log of the judge's server", needs_mesh=False, uses_devices=False),
+    DoctorCheck(
+        "seconds of a step",
+        check_step,
+        150.0,
+        "use python -m poly_epo_jax.bench, which has no time limit",
+        status_on_timeout="skipped",
+        when="full",
+    ),
+)
+
+
+def run(config: Config, is_short: bool, output: Path | None) -> None:
+    """Runs the checks, prints the table, and exits with status 1 if a check failed.
+
+    Args:
+      config: Configuration of the run.
+      is_short: Whether only the checks of the short form run.
+      output: JSON file to which the findings are written. If None, no file is written.
+
+    Raises:
+      ValueError: If the processes cannot connect to each other.
+      OSError: If `output` cannot be written.
+      SystemExit: If a check failed.
+    """
+    hosts.join(config.hosts)
+    use_compilation_cache(config)
+    console, findings = Console(), list[Finding]()
+    runner = CheckRunner(RunContext(config), TIMEOUT_SECONDS)
+    checks = [check for check in CHECKS if check.when in ("both", "short" if is_short else "full")]
+    with console.status("") as status:
+        for number, check in enumerate(checks, start=1):
+            status.update(f"doctor: {check.name} ({number} of {len(checks)})")
+            findings += runner.findings(check)
+    if runner.is_reporter:
+        show_findings(findings, console)
+        if output is not None:
+            write_figures(output, list(map(dataclasses.asdict, findings)), console)
+    sys.stdout.flush()
+    failed = [one.name for one in findings if one.status == "failed"]
+    if failed and runner.is_reporter:
+        print(f"Error: failed: {', '.join(failed)}; see the table for details and remedies.", file=sys.stderr)
+    if runner.timed_out:
+        os._exit(bool(failed))  # A thread that is blocked in a device call would prevent a normal exit.
+    if failed:
+        sys.exit(1)
 
 
 def _run(config: Config, flags: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from poly_epo_jax.doctor.runner import CheckResult, Failed, RunContext, Skipped
@@ -74,7 +75,7 @@ def _gradient(model_config: ModelConfig, mesh: Mesh, batch: PackedBatch, trainab
 def _distance(found: Params, expected: Params) -> float:
     """Returns the norm of the difference relative to the norm of `expected`, which is on one device of each process."""
     expected = jax.tree.map(lambda like, x: _shard(jax.device_get(x), like.sharding), found, expected)
-    return float(_relative(found, expected))
+    return float(_relative_error(found, expected))
 
 
 def _shard(values: np.ndarray, sharding: Any) -> jax.Array:
@@ -83,8 +84,5 @@ def _shard(values: np.ndarray, sharding: Any) -> jax.Array:
 
 
 @jax.jit
-def _relative(found: Params, expected: Params) -> jax.Array:
-    def norm(tree: Params) -> jax.Array:
-        return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
-
-    return norm(jax.tree.map(jnp.subtract, found, expected)) / norm(expected)
+def _relative_error(found: Params, expected: Params) -> jax.Array:
+    return optax.global_norm(jax.tree.map(jnp.subtract, found, expected)) / optax.global_norm(expected)

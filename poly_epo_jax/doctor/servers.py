@@ -1,4 +1,4 @@
-"""Checks the servers of the policy: their responses, the weight push, and the log-probabilities after the push.
+"""Checks the servers of the policy and of the judge: responses, weight push, log-probabilities after it, clusters.
 
 Weights are pushed like in the first step of the run: the weights with which the run would start or resume, with their
 version. A run that starts afterwards finds the servers in the state that its own push would produce, and pushes the
@@ -10,10 +10,14 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from poly_epo_jax.config.keys import Config
+import numpy as np
+
+from poly_epo_jax.config.keys import JudgeSection, RolloutsSection
 from poly_epo_jax.doctor.agreement import ReferenceScorer, compare
-from poly_epo_jax.doctor.runner import Failed, Finding, RunContext, Skipped
+from poly_epo_jax.doctor.runner import CheckResult, Failed, Finding, RunContext, Skipped
+from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import params_on_host
@@ -22,21 +26,38 @@ from poly_epo_jax.records.run_folder import resumable_config
 from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import drop_long_prompts
+from poly_epo_jax.rollouts.returned_values import checked_clustering
 from poly_epo_jax.startup.base_policy import base_policy_folder
+from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.startup.trained_policy import open_trained_policy
 from poly_epo_jax.step.packing import TrainingSequence
 from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.text import first_line
-from poly_epo_jax.types import Group, Params, Sampler, Sampling
+from poly_epo_jax.types import (
+    Clustering,
+    Generation,
+    Group,
+    Judge,
+    JudgeFailure,
+    Params,
+    Problem,
+    Sampler,
+    Sampling,
+    ServerBacked,
+)
+
+_Section = TypeVar("_Section", JudgeSection, RolloutsSection)
 
 
 def find_policy(run: RunContext) -> Policy:
     """Opens the policy of the run without downloading or fitting it.
 
     Raises:
-      Skipped: If the policy is not available on this machine.
+      Skipped: If the run has no servers, or the policy is not available on this machine.
     """
     config = run.config
+    if not SAMPLERS[config.rollouts.name].needs_urls:
+        raise Skipped(f"rollouts.name={config.rollouts.name} generates in the trainer")
     if not config.model.path:
         folder = base_policy_folder(config.base, config.task, run.task)
         if not folder.exists():
@@ -71,19 +92,17 @@ def initial_weights(run: RunContext, policy: Policy) -> tuple[Params, int]:
 
 
 NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 4, 2, 32
-TIMEOUT_SECONDS = 60.0  # Time limit of a response or a weight update.
-WAIT_SECONDS = 20.0  # Time limit for a server that does not respond at all.
 
 
 def check_generations(run: RunContext) -> list[Finding]:
     """Validates generations from each server of rollouts.urls, with the weights that the server currently has."""
-    policy = _policy(run)
+    policy = find_policy(run)
     return asyncio.run(_check_servers(run, policy, None))
 
 
 def check_weights(run: RunContext) -> list[Finding]:
     """Pushes the initial weights to all servers, and compares their log-probabilities with the trainer's."""
-    policy = _policy(run)
+    policy = find_policy(run)
     with _not_training(Path(run.config.workdir)):
         params, step = initial_weights(run, policy)
         sampler = _sampler(run, policy)
@@ -96,28 +115,17 @@ def check_weights(run: RunContext) -> list[Finding]:
             sampler.close()
 
 
-def _policy(run: RunContext) -> Policy:
-    if not SAMPLERS[run.config.rollouts.name].needs_urls:
-        raise Skipped(f"rollouts.name={run.config.rollouts.name} generates in the trainer")
-    return find_policy(run)
-
-
 def _sampler(run: RunContext, policy: Policy) -> Sampler:
     """Opens the run's sampler with short timeouts."""
-    config, options = _with_short_timeouts(run.config), run.config.rollouts.options
+    rollouts = _with_short_timeouts(run.config.rollouts)
+    config, options = dataclasses.replace(run.config, rollouts=rollouts), rollouts.options
     return SAMPLERS[config.rollouts.name].open(policy.model, run.local_mesh, policy.stop_ids, config, **options)
 
 
-def _with_short_timeouts(config: Config) -> Config:
-    rollouts = config.rollouts
-    return dataclasses.replace(
-        config,
-        rollouts=dataclasses.replace(
-            rollouts,
-            timeout_seconds=min(rollouts.timeout_seconds, TIMEOUT_SECONDS),
-            wait_seconds=min(rollouts.wait_seconds, WAIT_SECONDS),
-        ),
-    )
+def _with_short_timeouts(section: _Section) -> _Section:
+    """Limits the timeouts of a configuration section: 60 s for a response or a weight update, 20 s for no response."""
+    timeout_seconds, wait_seconds = min(section.timeout_seconds, 60.0), min(section.wait_seconds, 20.0)
+    return dataclasses.replace(section, timeout_seconds=timeout_seconds, wait_seconds=wait_seconds)
 
 
 @contextlib.contextmanager
@@ -157,7 +165,7 @@ async def _check_servers(run: RunContext, policy: Policy, params: Params | None)
 
 
 async def _generate(run: RunContext, policy: Policy, url: str) -> list[Group]:
-    config = _with_short_timeouts(run.config)
+    config = dataclasses.replace(run.config, rollouts=_with_short_timeouts(run.config.rollouts))
     limit, max_tokens = config.train.max_prompt_tokens, min(MAX_TOKENS, config.sampling.max_tokens)
     vocab_size = policy.config.vocab_size
     problems, _ = drop_long_prompts(run.task.train_problems[: 16 * NUM_PROMPTS], policy.tokenizer, limit, vocab_size)
@@ -190,3 +198,43 @@ def _finding(url: str, groups: list[Group] | BaseException, scorer: ReferenceSco
         remedy = "check that the server serves model.path, and that its --dtype is rollouts.weights_dtype"
         return Finding(name, "failed", f"{url}: {error}; {remedy}")
     return Finding(name, "passed", message, figures)
+
+
+PROBLEM = Problem("doctor", "What is 1 + 2 + ... + 10? Put the answer inside \\boxed{}.", "55")
+RESPONSES = (
+    "The sum of the first n numbers is n(n + 1)/2. With n = 10 that is 10 * 11 / 2 = 55. \\boxed{55}",
+    "By the formula n(n + 1)/2 for n = 10 we get 110 / 2 = 55. \\boxed{55}",
+    "I add one after the other: 1, 3, 6, 10, 15, 21, 28, 36, 45, 55. \\boxed{55}",
+    "banana banana banana banana",
+)
+
+
+def check_judge(run: RunContext) -> CheckResult:
+    """Queries the judge like a run does. The quality of the clustering is reported, but does not affect the status."""
+    section = run.config.judge
+    if not JUDGES[section.name].needs_url:
+        raise Skipped(f"judge.name={section.name} is not a server")
+    judge = make_judge(_with_short_timeouts(section), run.task)
+    outcome = asyncio.run(_cluster(judge, _group()))
+    if not isinstance(outcome, Clustering):
+        reason = f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, JudgeFailure) else "no clusters"
+        raise Failed(f"{section.url} returned no clustering ({reason}); see its log, and check judge.options")
+    ids = ", ".join(map(str, outcome.ids.tolist()))
+    first, second, third, degenerate = outcome.ids.tolist()
+    is_expected = first == second and len({first, third, degenerate}) == 3
+    assessment = "as expected" if is_expected else "but only the first two share a strategy"
+    return f"{section.url} assigned four responses to clusters {ids}, {assessment}", {"clusters": ids}
+
+
+def _group() -> Group:
+    def generation(text: str) -> Generation:
+        ids = np.zeros(1, np.int32)
+        return Generation(ids, np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", np.zeros(1, np.int32))
+
+    return Group(PROBLEM, np.zeros(1, np.int32), tuple(map(generation, RESPONSES)))
+
+
+async def _cluster(judge: Judge, group: Group) -> Clustering | JudgeFailure | None:
+    if isinstance(judge, ServerBacked):
+        await judge.wait_until_ready()
+    return checked_clustering(judge, group, await judge.cluster(group))

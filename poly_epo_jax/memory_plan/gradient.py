@@ -179,13 +179,17 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack
     # On TPUs, models with windows use blockwise attention.
     has_kernel = machine.platform == "gpu" or (machine.platform == "tpu" and not any(model_config.windows))
     is_blockwise = model_config.attention == "blockwise" or (model_config.attention == "auto" and not has_kernel)
-    absent = set() if is_blockwise else {"blockwise"}
-    absent |= {"post_norm"} if not model_config.post_norm else set()
-    absent |= {"norm"} if not model_config.pre_norm else set()
-    absent |= {"mlp"} if model_config.num_experts else {"experts"}
-    absent |= {"gated_attention"} if not model_config.gated_attention else set()
-    if holder == "none" and model_config.lora_targets:
-        absent |= {"norm", "qk_norm"} if model_config.qk_norm else {"norm"}
+    saves_norms = not (holder == "none" and model_config.lora_targets)
+    parts = {
+        "blockwise": is_blockwise,
+        "norm": model_config.pre_norm and saves_norms,
+        "qk_norm": saves_norms or not model_config.qk_norm,
+        "post_norm": model_config.post_norm,
+        "mlp": not model_config.num_experts,
+        "experts": model_config.num_experts > 0,
+        "gated_attention": model_config.gated_attention,
+    }
+    absent = {part for part, is_present in parts.items() if not is_present}
     present = [array for array in LAYER_ARRAYS if array.width in widths]
     held = [array for array in present if holder in array.held and absent.isdisjoint((array.part, array.width))]
     if holder == "dots":

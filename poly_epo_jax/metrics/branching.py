@@ -11,9 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
-def active_branches(
-    token_ids: Sequence[Int[np.ndarray, " _"]], max_position: int | None = None
-) -> Int[np.ndarray, " positions"]:
+def active_branches(token_ids: Sequence[Int[np.ndarray, " _"]]) -> Int[np.ndarray, " positions"]:
     """Counts the distinct prefixes of length h among the generations with at least h tokens, for each position h.
 
     Generations that have ended are not counted, so the count may decrease with h.
@@ -24,53 +22,41 @@ def active_branches(
 
     Args:
       token_ids: Token ids of the generations of one prompt, without padding.
-      max_position: Number of positions. If None, the length of the longest generation.
 
     Returns:
-      Number of branches, with position h at index h - 1.
-
-    Raises:
-      ValueError: If `max_position` is negative.
+      Number of branches up to the length of the longest generation, with position h at index h - 1.
     """
-    if max_position is None:
-        max_position = max(map(len, token_ids), default=0)
-    if max_position < 0:
-        raise ValueError(f"max_position={max_position} must not be negative.")
     # Any order that keeps equal prefixes adjacent suffices. Comparing bytes is fastest.
-    ordered = sorted((ids[:max_position].astype(np.int64) for ids in token_ids), key=lambda ids: ids.tobytes())
-    change = np.zeros(max_position + 1, dtype=np.int64)
+    ordered = sorted((ids.astype(np.int64) for ids in token_ids), key=lambda ids: ids.tobytes())
+    change = np.zeros(1 + max(map(len, token_ids), default=0), dtype=np.int64)
     previous = np.zeros(0, dtype=np.int64)
     for ids in ordered:
         change[_shared_prefix(previous, ids)] += 1
         change[len(ids)] -= 1
         previous = ids
-    return np.cumsum(change[:max_position])
+    return np.cumsum(change[:-1])
 
 
-def mean_active_branches(
-    problems: Sequence[Sequence[Int[np.ndarray, " _"]]], max_position: int | None = None
-) -> Float[np.ndarray, " positions"]:
+def mean_active_branches(problems: Sequence[Sequence[Int[np.ndarray, " _"]]]) -> Float[np.ndarray, " positions"]:
     """Averages `active_branches` over problems.
 
     A problem counts as 0 branches at positions after the end of all its generations.
 
     Args:
       problems: Token ids of the generations of each problem.
-      max_position: Number of positions. If None, the length of the longest generation of any problem.
 
     Returns:
-      Mean number of branches, with position h at index h - 1.
+      Mean number of branches up to the length of the longest generation of any problem, with position h at index h - 1.
 
     Raises:
-      ValueError: If there are no problems, or `max_position` is negative.
+      ValueError: If there are no problems.
     """
     if not problems:
         raise ValueError("problems must contain at least one problem.")
-    if max_position is None:
-        max_position = max((len(ids) for token_ids in problems for ids in token_ids), default=0)
-    total = np.zeros(max(max_position, 0), dtype=np.int64)
-    for token_ids in problems:
-        total += active_branches(token_ids, max_position)
+    counts = [active_branches(token_ids) for token_ids in problems]
+    total = np.zeros(max(map(len, counts)), dtype=np.int64)
+    for count in counts:
+        total[: len(count)] += count
     return total / len(problems)
 
 

@@ -69,10 +69,6 @@ class EvaluationMetric:
         """Names of the parameters of `function`."""
         return set(inspect.signature(self.function).parameters)
 
-    def format(self, value: float) -> str:
-        """Formats a value for a table."""
-        return f"{value:.{self.digits}f}"
-
     def sizes(self, candidates: Sequence[int]) -> Sequence[int | None]:
         """Returns the candidates for k if the metric depends on k, and a single None otherwise."""
         return candidates if "k" in self.parameters else (None,)

@@ -1,6 +1,8 @@
 """Confidence intervals of means over the problems of a benchmark and over training seeds."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -118,13 +120,34 @@ class Interval(NamedTuple):
 
     Attributes:
       mean: The mean.
-      low: Lower bound, NaN if there is a single value.
-      high: Upper bound, NaN if there is a single value.
+      low: Lower bound. NaN if there is a single value.
+      high: Upper bound. NaN if there is a single value.
     """
 
     mean: float
     low: float
     high: float
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> "Interval":
+        """Creates an interval from "mean", "low" and "high" of results.json. Bounds can be missing or None."""
+        mean, low, high = (value.get(name) for name in cls._fields)
+        nan = float("nan")
+        return cls(mean, nan if low is None else low, nan if high is None else high)
+
+
+def interval_text(interval: Interval | None, digits: int = 3, sign: str = "") -> str:
+    """Formats a mean with its interval in brackets, if it has one. None is a hyphen.
+
+    Args:
+      interval: Mean and bounds.
+      digits: Number of decimals.
+      sign: "+" writes the sign of positive numbers.
+    """
+    if interval is None:
+        return "-"
+    mean, low, high = (format(value, f"{sign}.{digits}f") for value in interval)
+    return f"{mean} [{low}, {high}]" if math.isfinite(interval.low) and math.isfinite(interval.high) else mean
 
 
 def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
@@ -151,7 +174,7 @@ def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> tuple[Interval | None, int]:
+def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Interval | None:
     """Computes the mean difference from a baseline over the seeds that both have.
 
     Runs with the same seed train on the same prompts in the same order, so the effect of a seed on both runs cancels.
@@ -161,9 +184,7 @@ def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> t
       baseline: Values of the baseline by seed.
 
     Returns:
-      The mean difference with its interval, or None if there are no common seeds, and the number of common seeds.
+      The mean difference with its interval, or None if there are no common seeds.
     """
-    shared = sorted(values.keys() & baseline.keys())
-    if not shared:
-        return None, 0
-    return mean_interval(np.array([values[seed] - baseline[seed] for seed in shared])), len(shared)
+    differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
+    return mean_interval(np.array(differences)) if differences else None

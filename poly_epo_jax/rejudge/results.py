@@ -1,7 +1,7 @@
 """Compares the clusterings of judges: validity, agreement, stability, and their effect on the advantages."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -183,14 +183,22 @@ def compare(
 
 
 def _agreements(clusters: Clusters, others: Sequence[Clusters]) -> list[float]:
-    """Returns the mean adjusted Rand index of each problem over other clusterings, without failed ones."""
-    found = []
-    for name, ids in clusters.items():
-        singletons = degenerate_as_singletons(ids)
-        values = [adjusted_rand_index(singletons, degenerate_as_singletons(one[name])) for one in others if name in one]
-        if values:
-            found.append(float(np.mean(values)))
-    return found
+    """Returns the mean agreement of each problem with other clusterings, without failed ones."""
+    found = [mean_agreement(name, [(clusters, other) for other in others]) for name in clusters]
+    return [value for value in found if value is not None]
+
+
+def mean_agreement(name: str, pairs: Iterable[tuple[Clusters, Clusters]]) -> float | None:
+    """Returns the mean adjusted Rand index of a group over pairs of clusterings, with singletons for degenerate ids.
+
+    Args:
+      name: Name of the group.
+      pairs: Pairs of clusterings. Pairs that lack the group are left out. If none is left, the result is None.
+    """
+    found = [
+        [degenerate_as_singletons(one[name]) for one in pair] for pair in pairs if all(name in one for one in pair)
+    ]
+    return float(np.mean([adjusted_rand_index(*pair) for pair in found])) if found else None
 
 
 def _rounded(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:

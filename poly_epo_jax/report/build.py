@@ -7,10 +7,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
+from poly_epo_jax.report import evaluation_figures, figures, pass_at_k, timeline_figures
 from poly_epo_jax.report.document import asset, document
-from poly_epo_jax.report.evaluation_figures import Tree, lay_out_tree, model_labels
-from poly_epo_jax.report.folders import EvaluationResults, Evaluations, read_folders
+from poly_epo_jax.report.evaluation_figures import model_labels
+from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import (
     evaluation_summaries,
@@ -20,7 +20,7 @@ from poly_epo_jax.report.page import (
     results_tables,
     run_summary,
 )
-from poly_epo_jax.report.paired_differences import plot_with_differences
+from poly_epo_jax.report.rollout_trees import Rollouts, plot_rollout_trees
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -83,16 +83,16 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
       OSError: If `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)
+    results = {
+        benchmark: {model: read_results(folder) for model, folder in by_model.items()}
+        for benchmark, by_model in evaluations.items()
+    }
     collections = [collection for label, run in runs.items() for collection in run_collections(label, run.folder)]
-    problem, evaluation_collections, trees = _read_generations(evaluations)
+    problem, evaluation_collections, trees = _read_generations(evaluations, results)
     collections, bounds = bound([*evaluation_collections, *collections], MAX_GENERATION_BYTES)
 
     metrics = {label: run.metrics for label, run in runs.items()}
     timelines = {label: run.timeline for label, run in runs.items()}
-    results = {
-        benchmark: {model: evaluation.results for model, evaluation in models.items()}
-        for benchmark, models in evaluations.items()
-    }
     tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
     line_styles = figures.styles(list(dict.fromkeys([*runs, *model_labels(evaluations)])))
     _create(output)
@@ -142,7 +142,10 @@ def _figure_sections(
     """
     logged = {metric for rows in runs.values() for row in rows for metric in row}
     shown = {"comparison": figures.COMPARED, "training_dynamics": figures.drawn_metrics()}
-    more = {name: metric_list(map(describe, filter(logged.__contains__, shown[name]))) for name in shown}
+    more = {
+        name: metric_list((describe(metric).title, describe(metric).meaning) for metric in metrics if metric in logged)
+        for name, metrics in shown.items()
+    }
     sentences = [
         f"<li><b>{html.escape(label)}</b>: {html.escape(timeline_figures.sentence(windows))}</li>"
         for label, windows in timelines.items()
@@ -161,45 +164,44 @@ def _draw_figures(
     metrics: figures.Runs,
     results: evaluation_figures.Evaluations,
     tree_title: str,
-    trees: dict[str, Tree],
+    trees: dict[str, Rollouts],
     line_styles: evaluation_figures.LineStyles,
 ) -> dict[str, Figure | None]:
     return {
         "training_dynamics": figures.plot_training_dynamics(metrics),
-        "pass_at_k": evaluation_figures.plot_held_out_pass_at_k(metrics),
+        "pass_at_k": pass_at_k.plot_held_out_pass_at_k(metrics),
         "comparison": figures.plot_comparison(metrics),
-        "evaluation_pass_at_k": plot_with_differences(results, line_styles),
+        "evaluation_pass_at_k": pass_at_k.plot_with_differences(results, line_styles),
         "majority": evaluation_figures.plot_majority(results, line_styles),
         "branches": evaluation_figures.plot_branches(results, line_styles),
-        "rollout_trees": evaluation_figures.plot_rollout_trees(tree_title, trees, line_styles),
+        "rollout_trees": plot_rollout_trees(tree_title, trees, line_styles),
     }
 
 
-def _read_generations(evaluations: Evaluations) -> tuple[str | None, list[Collection], dict[str, Tree]]:
+def _read_generations(
+    evaluations: EvaluationFolders, results: evaluation_figures.Evaluations
+) -> tuple[str | None, list[Collection], dict[str, Rollouts]]:
     """Returns the problem of the rollout trees, the collections of all evaluations, and the trees by model.
 
     Only the first two models of the first benchmark have a tree.
     """
     collections, trees, problem = [], {}, None
-    for index, (benchmark, models) in enumerate(evaluations.items()):
-        in_tree = list(models)[:2] if index == 0 else []
+    for index, (benchmark, folders) in enumerate(evaluations.items()):
+        in_tree = list(folders)[:2] if index == 0 else []
         if in_tree:
-            problem = _partially_solved(models[in_tree[0]])
-        for model, evaluation in models.items():
-            problems = [row["problem"] for row in evaluation.results["per_problem"]]
+            problem = _partially_solved(results[benchmark][in_tree[0]])
+        for model, folder in folders.items():
             wanted = problem if model in in_tree else None
-            collection, rollouts = evaluation_collection(
-                model, benchmark, evaluation.folder, problems, wanted, TREE_ROLLOUTS
-            )
+            collection, rollouts = evaluation_collection(model, benchmark, folder, wanted, TREE_ROLLOUTS)
             if collection is not None:
                 collections.append(collection)
             if rollouts:
-                trees[model] = lay_out_tree(*map(list, zip(*rollouts.values(), strict=True)))
+                trees[model] = list(rollouts.values())
     return problem, collections, trees
 
 
-def _partially_solved(evaluation: EvaluationResults) -> str | None:
+def _partially_solved(results: evaluation_figures.Results) -> str | None:
     """Returns the problem whose fraction of correct generations is closest to 0.5."""
-    rows = evaluation.results["per_problem"]
+    rows = results["per_problem"]
     share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)

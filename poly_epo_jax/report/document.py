@@ -13,6 +13,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from poly_epo_jax.metrics.intervals import Interval, interval_text
+
 
 def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     """Returns the HTML text of a page.
@@ -46,6 +48,27 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") 
     for first, *others in rows:
         lines.append(f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>")
     return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns an HTML table of plain texts.
+
+    Args:
+      header: Column headings.
+      rows: Cells of each row.
+    """
+    return table([*map(html.escape, header)], [[*map(html.escape, row)] for row in rows])
+
+
+def interval_cell(value: Mapping[str, Any] | None, digits: int = 3) -> str:
+    """Returns a table cell with a mean and, below it, its interval.
+
+    Args:
+      value: Entry of a metric in results.json, or None if there is no value.
+      digits: Number of decimals.
+    """
+    mean, _, bounds = interval_text(value and Interval.read(value), digits).partition(" ")
+    return f"{mean}<span class='interval'>{bounds}</span>" if bounds else mean
 
 
 def asset(name: str) -> str:

@@ -39,35 +39,24 @@ class RunRecords:
     versions: Sequence[Mapping[str, str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationResults:
-    """The results of a model on a benchmark.
-
-    Attributes:
-      folder: Folder of the model on the benchmark.
-      results: Content of results.json.
-    """
-
-    folder: Path
-    results: dict[str, Any]
+EvaluationFolders = dict[str, dict[str, Path]]
+"""Folders of evaluations by benchmark and model label."""
 
 
-Evaluations = dict[str, dict[str, EvaluationResults]]
-"""Evaluation results by benchmark and model label."""
-
-
-def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[dict[str, RunRecords], Evaluations]:
-    """Reads runs and evaluations.
+def read_folders(
+    folders: Sequence[Path], models: Sequence[str] = ()
+) -> tuple[dict[str, RunRecords], EvaluationFolders]:
+    """Reads runs and finds evaluations.
 
     Args:
       folders: Folders of runs and evaluations.
-      models: Labels of the models of evaluations to read, in this order. If empty, all models are read, in the order of
-        `folders` and, within a folder, sorted by name.
+      models: Labels of the models of evaluations to find, in this order. If empty, all models are found, in the order
+        of `folders` and, within a folder, sorted by name.
 
     Returns:
-      The runs by label, and the evaluations, both in the order of `folders`. The label of a run is the name of its
-      folder, or its path if several folders have the same name. If all runs are named RECIPE-METHOD, with the same
-      recipe and different methods, their labels are the names of the methods, as in studies and evaluations.
+      The runs by label, and the folders of evaluations, both in the order of `folders`. The label of a run is the name
+      of its folder, or its path if several folders have the same name. If all runs are named RECIPE-METHOD, with the
+      same recipe and different methods, their labels are the names of the methods, as in studies and evaluations.
 
     Raises:
       ValueError: If a folder is missing or contains neither a run nor an evaluation, if one of its files is corrupted,
@@ -78,7 +67,7 @@ def read_folders(folders: Sequence[Path], models: Sequence[str] = ()) -> tuple[d
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; specify a run folder with {METRICS} or an evaluation folder.")
         (evaluations if find_results(folder) else runs).append(folder)
-    return {label: _read_run(run) for label, run in _labels(runs).items()}, _read_evaluations(evaluations, models)
+    return {label: _read_run(run) for label, run in _labels(runs).items()}, _find_evaluations(evaluations, models)
 
 
 def _labels(folders: Sequence[Path]) -> dict[str, Path]:
@@ -113,8 +102,8 @@ def _read_timeline(path: Path) -> dict[int, Window]:
     return windows
 
 
-def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluations:
-    found: dict[str, dict[str, Path]] = {}
+def _find_evaluations(folders: Sequence[Path], models: Sequence[str]) -> EvaluationFolders:
+    found: EvaluationFolders = {}
     for folder in folders:
         for path in find_results(folder):
             benchmark, model = path.parent.parent.name, path.parent.name
@@ -125,17 +114,19 @@ def _read_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluat
     if unknown:
         raise ValueError(f"Model {unknown[0]!r} has not been evaluated; choose from {', '.join(known)}.")
     ordered = {
-        benchmark: {
-            model: EvaluationResults(folders_by_model[model], _read_results(folders_by_model[model] / RESULTS))
-            for model in models or folders_by_model
-            if model in folders_by_model
-        }
+        benchmark: {model: folders_by_model[model] for model in models or folders_by_model if model in folders_by_model}
         for benchmark, folders_by_model in found.items()
     }
     return {benchmark: by_model for benchmark, by_model in ordered.items() if by_model}
 
 
-def _read_results(path: Path) -> dict[str, Any]:
+def read_results(folder: Path) -> dict[str, Any]:
+    """Reads results.json of a model on a benchmark.
+
+    Raises:
+      ValueError: If the file is corrupted.
+    """
+    path = folder / RESULTS
     try:
         results = json.loads(path.read_bytes())
         means = [value["mean"] for value in results["metrics"].values()] + results["branching"]["mean"]

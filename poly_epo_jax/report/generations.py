@@ -9,8 +9,9 @@ which `bound` makes JSON-serializable: {"model", "part", "file", "all_problems",
 """
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +66,16 @@ def run_collections(label: str, folder: Path) -> list[Collection]:
     Raises:
       ValueError: If a row is corrupted.
     """
-    first: _Collector | None = None
-    last: _Collector | None = None
-    step = None
-    for row in read_rows(folder / GENERATIONS, LOGGED_GENERATION):
-        if row["step"] != step:
-            step = row["step"]
-            first, last = first or last, _Collector()
-        if last is not None:
-            last.add(row)
+    file, first, last = folder / GENERATIONS, None, None
+    for step, rows in itertools.groupby(read_rows(file, LOGGED_GENERATION), key=lambda row: row["step"]):
+        last = collect(label, f"step {step}", file, rows)
+        first = first or last
     at_steps = [last, first] if first is not last else [last]
-    return [shown.collection(label, f"step {shown.step}", folder / GENERATIONS) for shown in at_steps if shown]
+    return [shown for shown in at_steps if shown]
 
 
 def evaluation_collection(
-    model: str, benchmark: str, folder: Path, problems: Sequence[str], tree_problem: str | None, tree_size: int
+    model: str, benchmark: str, folder: Path, tree_problem: str | None, tree_size: int
 ) -> tuple[Collection | None, dict[int, tuple[np.ndarray, bool]]]:
     """Collects the generations of a model for the first problems of a benchmark.
 
@@ -87,7 +83,6 @@ def evaluation_collection(
       model: Label of the model.
       benchmark: Label of the benchmark.
       folder: Folder of the model on the benchmark.
-      problems: Ids of all problems of the benchmark, in order.
       tree_problem: Id of the problem of the rollout tree. None if no tree is drawn for this model.
       tree_size: Maximum number of generations in the tree.
 
@@ -98,17 +93,19 @@ def evaluation_collection(
     Raises:
       ValueError: If a row is corrupted.
     """
-    shown = _Collector({problem: None for problem in problems[: DEFAULT_BOUNDS.problems]})
     rollouts: dict[int, tuple[np.ndarray, bool]] = {}
-    for row in read_generations(folder):
-        if row["problem"] == tree_problem and row["generation"] < tree_size:
-            rollouts[row["generation"]] = np.array(row["token_ids"], np.int64), row["correct"]
-        shown.add(row)
-    collection = shown.collection(model, benchmark, folder / GENERATIONS) if shown.num_generations else None
-    return collection, dict(sorted(rollouts.items()))
+
+    def rows() -> Iterator[Row]:
+        for row in read_generations(folder):
+            if row["problem"] == tree_problem and row["generation"] < tree_size:
+                rollouts[row["generation"]] = np.array(row["token_ids"], np.int64), row["correct"]
+            yield row
+
+    collection = collect(model, benchmark, folder / GENERATIONS, rows())
+    return collection if collection["all_generations"] else None, dict(sorted(rollouts.items()))
 
 
-def rows_collection(model: str, part: str, file: Path, rows: Iterable[Row]) -> Collection:
+def collect(model: str, part: str, file: Path, rows: Iterable[Row]) -> Collection:
     """Collects the generations of the first problems of given rows.
 
     Args:
@@ -117,10 +114,36 @@ def rows_collection(model: str, part: str, file: Path, rows: Iterable[Row]) -> C
       file: File that contains all generations.
       rows: Rows with the columns of `GENERATION`.
     """
-    shown = _Collector()
+    problems: dict[str, Row] = {}
+    names: set[str] = set()
+    num_generations = 0
     for row in rows:
-        shown.add(row)
-    return shown.collection(model, part, file)
+        num_generations += 1
+        name = _name(row)
+        names.add(name)
+        if name not in problems:
+            if len(problems) == DEFAULT_BOUNDS.problems:
+                continue
+            texts = {"id": name, "prompt": row["prompt"], "gold": row.get("gold")}
+            problems[name] = {**_excerpts(texts), "size": 0, "correct": 0, "clusters": {}, "generations": []}
+        problem = problems[name]
+        cluster = problem["clusters"].setdefault(row["cluster"], {"id": row["cluster"], "size": 0, "correct": 0})
+        for counts in (problem, cluster):
+            counts["size"] += 1
+            counts["correct"] += row["correct"]
+        if row["generation"] < DEFAULT_BOUNDS.generations:
+            problem["generations"].append(_generation(row))
+    for problem in problems.values():
+        problem["clusters"] = sorted(problem["clusters"].values(), key=lambda cluster: -cluster["size"])
+        problem["generations"].sort(key=lambda generation: generation["number"])
+    return {
+        "model": model,
+        "part": part,
+        "file": str(file),
+        "all_problems": len(names),
+        "all_generations": num_generations,
+        "problems": list(problems.values()),
+    }
 
 
 def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Collection], Bounds]:
@@ -172,69 +195,6 @@ class TextExcerpt:
         end = characters // 3
         note = f"[… {self.length - characters:,} characters omitted …]"
         return f"{self.head[: characters - end]}\n{note}\n{(self.tail or self.head)[-end:]}"
-
-
-class _Collector:
-    """Collects the generations of a step or benchmark.
-
-    Args:
-      problems: Ids of the problems whose generations are collected. If None, the first problems that are added, up to
-        the default limit.
-    """
-
-    def __init__(self, problems: Mapping[str, None] | None = None) -> None:
-        self._open = problems is None
-        self._problems: dict[str, Row] = {problem: {} for problem in problems or ()}
-        self._seen: set[str] = set()
-        self.num_generations = 0
-        self.step: int | None = None
-
-    def add(self, row: Row) -> None:
-        """Adds a row of generations.jsonl."""
-        self.step = row.get("step")
-        self.num_generations += 1
-        name = _name(row)
-        self._seen.add(name)
-        if self._open and len(self._problems) < DEFAULT_BOUNDS.problems:
-            self._problems.setdefault(name, {})
-        problem = self._problems.get(name)
-        if problem is None:
-            return
-        if not problem:
-            gold = row.get("gold")
-            texts = {"id": name, "prompt": row["prompt"], "gold": None if gold is None else str(gold)}
-            problem |= {**_excerpts(texts), "size": 0, "correct": 0, "clusters": {}, "generations": []}
-        problem["size"] += 1
-        problem["correct"] += row["correct"]
-        cluster = problem["clusters"].setdefault(row["cluster"], {"id": row["cluster"], "size": 0, "correct": 0})
-        cluster["size"] += 1
-        cluster["correct"] += row["correct"]
-        if row["generation"] < DEFAULT_BOUNDS.generations:
-            problem["generations"].append(_generation(row))
-
-    def collection(self, model: str, part: str, file: Path) -> Collection:
-        """Returns the collection of all added rows. Must be called only once, after the last row was added.
-
-        Args:
-          model: Label of the model or run.
-          part: Label of the benchmark or step.
-          file: The file that contains the rows.
-
-        Returns:
-          The collection. The module docstring lists its keys.
-        """
-        problems = [problem for problem in self._problems.values() if problem]
-        for problem in problems:
-            problem["clusters"] = sorted(problem["clusters"].values(), key=lambda cluster: -cluster["size"])
-            problem["generations"].sort(key=lambda generation: generation["number"])
-        return {
-            "model": model,
-            "part": part,
-            "file": str(file),
-            "all_problems": len(self._seen),
-            "all_generations": self.num_generations,
-            "problems": problems,
-        }
 
 
 def _name(row: Row) -> str:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from poly_epo_jax.metrics import evaluation, logged
-from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, PASS, EvaluationMetric
-from poly_epo_jax.metrics.logged import LoggedMetric
+from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, PASS
 from poly_epo_jax.report import figures
-from poly_epo_jax.report.document import table
-from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, finite, model_labels
+from poly_epo_jax.report.document import interval_cell, table
+from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, model_labels
 
 STEPS_AVERAGED = 10
 BOOTSTRAP = "95% bootstrap intervals over problems"
@@ -54,12 +53,12 @@ def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> st
     }
     changes = []
     for metric in (PASS, CORRECT_CLUSTERS):
-        curves = [[{point.k: point.mean for point in curve(side, metric)} for side in pair] for pair in shared.values()]
+        curves = [[curve(side, metric) for side in pair] for pair in shared.values()]
         ks = set.intersection(*(set(side) for pair in curves for side in pair)) if curves else set()
         for k in sorted({min(ks), max(ks)} if metric == PASS else {max(ks)}) if ks else ():
-            means = [sum(pair[side][k] for pair in curves) / len(curves) for side in (0, 1)]
+            means = [sum(pair[side][k].mean for pair in curves) / len(curves) for side in (0, 1)]
             entry = evaluation.describe(evaluation.at(metric, k))
-            values = [entry.format(mean) for mean in means]
+            values = [f"{mean:.{entry.digits}f}" for mean in means]
             changes.append(f"{entry.title}: {' → '.join(values if first != other else values[:1])}")
     name = f"<b>{html.escape(other)}</b>" + (f" instead of {html.escape(first)}" if first != other else "")
     where = f"on {html.escape(next(iter(shared)))}" if len(shared) == 1 else f"means over {len(shared)} benchmarks"
@@ -80,7 +79,7 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
         rows = []
         for model, results in models.items():
             swatch = f'<span class="swatch look{figures.COLORS.index(line_styles[model]["color"])}"></span>'
-            cells = [_metric_cell(metric, results["metrics"].get(name)) for name, metric in columns.items()]
+            cells = [interval_cell(results["metrics"].get(name), metric.digits) for name, metric in columns.items()]
             rows.append([f"{swatch}{html.escape(model)}", *cells])
         sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
         size = " or ".join(
@@ -92,12 +91,13 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
         )
     notes = dict.fromkeys(one.get("intervals", BOOTSTRAP) for models in evaluations.values() for one in models.values())
     note = f"<p class='muted'>Means over problems, with {html.escape('. Others: '.join(notes))}.</p>"
-    return f"<section><h2>Results</h2>{''.join(tables)}{note}{metric_list(shown.values())}</section>" if tables else ""
+    meanings = metric_list((metric.title, metric.meaning) for metric in shown.values())
+    return f"<section><h2>Results</h2>{''.join(tables)}{note}{meanings}</section>" if tables else ""
 
 
-def metric_list(metrics: Iterable[EvaluationMetric | LoggedMetric]) -> str:
+def metric_list(metrics: Iterable[tuple[str, str]]) -> str:
     """Returns an HTML list with titles and meanings of metrics. Metrics without a meaning are left out."""
-    named = [(html.escape(metric.title), html.escape(metric.meaning)) for metric in metrics if metric.meaning]
+    named = [(html.escape(title), html.escape(meaning)) for title, meaning in metrics if meaning]
     entries = [f"<li><b>{title}</b>: {meaning}</li>" for title, meaning in named]
     return f"<ul class='meanings'>{''.join(entries)}</ul>" if entries else ""
 
@@ -138,11 +138,3 @@ def final_values(rows: figures.Rows) -> dict[str, float]:
         if len(found):
             values[metric] = float(found[-1] if logged.is_held_out(metric) else found[-STEPS_AVERAGED:].mean())
     return values
-
-
-def _metric_cell(metric: EvaluationMetric, value: Mapping[str, Any] | None) -> str:
-    if value is None:
-        return "-"
-    low, high = finite(value.get("low")), finite(value.get("high"))
-    interval = "" if low is None or high is None else f"{metric.format(low)} to {metric.format(high)}"
-    return f"{metric.format(float(value['mean']))}<span class='interval'>{interval}</span>"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from poly_epo_jax.report.document import table
+from poly_epo_jax.report.document import text_table
 
 HIDDEN_KEYS = ("workdir", "compilation_cache_dir", "base.cache_dir")
 """Keys of storage locations, which do not affect the results of a run."""
@@ -26,13 +26,6 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in HIDDEN_KEYS}
 
 
-def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the dotted keys whose values differ between configurations."""
-    tables = [flat(config) for config in configs]
-    keys = dict.fromkeys(key for values in tables for key in values)
-    return [key for key in keys if any(values.get(key) != tables[0].get(key) for values in tables)]
-
-
 def settings_section(
     configs: Mapping[str, Mapping[str, Any]], versions: Mapping[str, Sequence[Mapping[str, str]]]
 ) -> str:
@@ -42,27 +35,27 @@ def settings_section(
       configs: Configurations by run. Empty configurations are ignored. If all are empty, the section is empty.
       versions: Versions by run, see system/versions.py.
     """
-    configs = {label: config for label, config in configs.items() if config}
-    if not configs:
+    tables = {label: flat(config) for label, config in configs.items() if config}
+    if not tables:
         return ""
-    keys = differing_keys(list(configs.values()))
-    tables = {label: flat(config) for label, config in configs.items()}
-    rows = [[escape(label), *(_value_html(values.get(key)) for key in keys)] for label, values in tables.items()]
+    first = next(iter(tables.values()))
+    all_keys = dict.fromkeys(key for values in tables.values() for key in values)
+    keys = [key for key in all_keys if any(values.get(key) != first.get(key) for values in tables.values())]
+    rows = [[label, *(_value_text(values.get(key)) for key in keys)] for label, values in tables.items()]
     differences = ""
     if keys:
-        summary = f"Differing configuration keys of {len(configs)} runs: {escape(', '.join(keys))}"
-        differences = f"<details><summary>{summary}</summary>{table(['run', *map(escape, keys)], rows)}</details>"
-    elif len(configs) > 1:
+        summary = f"Differing configuration keys of {len(tables)} runs: {escape(', '.join(keys))}"
+        differences = f"<details><summary>{summary}</summary>{text_table(['run', *keys], rows)}</details>"
+    elif len(tables) > 1:
         differences = "<p>All runs have the same configuration.</p>"
-    first = next(iter(tables.values()))
-    shared = table(
-        ["key", "value"], [[escape(key), _value_html(value)] for key, value in first.items() if key not in keys]
+    shared = text_table(
+        ["key", "value"], [[key, _value_text(value)] for key, value in first.items() if key not in keys]
     )
     return (
         '<section id="settings"><h2>Configuration and versions</h2>'
         '<p class="muted">Results of runs are comparable if their configurations differ only in the compared keys. '
         f"Folder paths are omitted.</p>{differences}"
-        f"<details><summary>{'Shared configuration' if len(configs) > 1 else 'Configuration'}</summary>{shared}"
+        f"<details><summary>{'Shared configuration' if len(tables) > 1 else 'Configuration'}</summary>{shared}"
         f"</details>{_versions_table(versions)}</section>"
     )
 
@@ -79,12 +72,12 @@ def _versions_table(versions: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     everyone = sum(bool(used) for used in versions.values())
     rows = []
     for used, labels in runs_of.items():
-        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else escape(", ".join(labels))
-        rows.append([runs, *(escape(dict(used).get(name, "")) or "-" for name in names)])
+        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else ", ".join(labels)
+        rows.append([runs, *(dict(used).get(name, "") or "-" for name in names)])
     several = "" if len(runs_of) == 1 else "<p><b>Not all steps were trained with the same versions.</b></p>"
     note = '<p class="muted">A commit that ends in + had uncommitted changes.</p>'
-    return f"{several}{table(['runs', *map(escape, names)], rows)}{note}"
+    return f"{several}{text_table(['runs', *names], rows)}{note}"
 
 
-def _value_html(value: Any) -> str:
-    return "-" if value is None else escape(f"{value:g}" if isinstance(value, float) else str(value))
+def _value_text(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

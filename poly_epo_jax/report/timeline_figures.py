@@ -5,8 +5,8 @@ without gaps, even if the run was interrupted between them.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -37,24 +37,6 @@ _CUT_APART = 2e-4
 _PALE, _GRAY = 0.4, "#777777"
 
 
-class Bar(NamedTuple):
-    """An interval in which a stage ran.
-
-    Attributes:
-      stage: Name of the stage.
-      start: Start in seconds from the start of the excerpt.
-      end: End in seconds from the start of the excerpt.
-      step: Step whose batch the stage worked on.
-      alone: Parts of the interval in which no other stage ran.
-    """
-
-    stage: str
-    start: float
-    end: float
-    step: int
-    alone: list[Interval]
-
-
 @dataclasses.dataclass(frozen=True)
 class TimelineExcerpt:
     """Consecutive steps of a timeline.
@@ -62,17 +44,17 @@ class TimelineExcerpt:
     Attributes:
       starts: Start of each step, in seconds from the start of the first.
       seconds: Total length in seconds.
-      bars: Bars of all stages.
+      spans: Merged spans of all stages, with times in seconds from the start of the excerpt.
     """
 
     starts: dict[int, float]
     seconds: float
-    bars: list[Bar]
+    spans: list[Span]
 
     @property
     def stages(self) -> list[str]:
         """Stages from top to bottom."""
-        found = dict.fromkeys(bar.stage for bar in self.bars)
+        found = dict.fromkeys(span.stage for span in self.spans)
         return [stage for stage in STAGES if stage in found] + [stage for stage in found if stage not in STAGES]
 
     @property
@@ -81,9 +63,9 @@ class TimelineExcerpt:
         steps = list(self.starts)
         return f"step {steps[0]} (median length)" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
-    def is_odd(self, bar: Bar) -> bool:
-        """Returns True for the bars of every second step, which are drawn in gray."""
-        return (bar.step - next(iter(self.starts))) % 2 == 1
+    def is_odd(self, span: Span) -> bool:
+        """Returns True for the spans of every second step, which are drawn in gray."""
+        return (span.step - next(iter(self.starts))) % 2 == 1
 
 
 def excerpts(windows: Windows) -> list[TimelineExcerpt]:
@@ -131,29 +113,28 @@ def plot_timeline(runs: Mapping[str, Windows]) -> Figure | None:
     if not drawn:
         return None
     columns = max(map(len, drawn.values()))
-    with figures.report_style():
-        figure = Figure(figsize=(6.0 * columns, 3.2 * len(drawn)), dpi=figures.DPI, layout="constrained")
-        grid = figure.subplots(len(drawn), columns, squeeze=False)
-        line_styles = figures.styles(list(runs))
-        for row, (label, panels) in zip(grid, drawn.items(), strict=True):
-            for axes, excerpt in zip(row, panels, strict=False):
+    line_styles = figures.styles(list(runs))
+    with figures.panels(columns * len(drawn), columns, (6.0, 3.2)) as (figure, panels):
+        for row, (label, in_row) in enumerate(drawn.items()):
+            for axes, excerpt in itertools.zip_longest(panels[columns * row : columns * (row + 1)], in_row):
+                if excerpt is None:
+                    axes.remove()
+                    continue
                 _draw_excerpt(axes, excerpt, line_styles[label]["color"])
                 axes.set_title(f"{label}: {excerpt.title}" if len(drawn) > 1 else excerpt.title.capitalize())
-            for axes in row[len(panels) :]:
-                axes.remove()
-        for axes in grid[-1][: len(list(drawn.values())[-1])]:
-            axes.set_xlabel("seconds")
+                axes.set_xlabel("seconds" if row == len(drawn) - 1 else "")
     return figure
 
 
 def _draw_excerpt(axes: Axes, excerpt: TimelineExcerpt, color: str) -> None:
-    stages = excerpt.stages
-    for bar in excerpt.bars:
-        full = np.array(to_rgb(_GRAY if excerpt.is_odd(bar) else color))
-        for parts, drawn in (([(bar.start, bar.end)], _PALE * full + 1 - _PALE), (bar.alone, full)):
-            spans = [(start, end - start) for start, end in parts]
-            position = stages.index(bar.stage) - 0.36, 0.72
-            axes.broken_barh(spans, position, facecolors=[drawn], edgecolors=[drawn], linewidth=0.5)
+    stages, alone = excerpt.stages, alone_intervals(excerpt.spans)
+    for span in excerpt.spans:
+        full = np.array(to_rgb(_GRAY if excerpt.is_odd(span) else color))
+        parts_alone = _parts_within(span, alone[span.stage])
+        for parts, drawn in (([(span.start, span.end)], _PALE * full + 1 - _PALE), (parts_alone, full)):
+            bars = [(start, end - start) for start, end in parts]
+            position = stages.index(span.stage) - 0.36, 0.72
+            axes.broken_barh(bars, position, facecolors=[drawn], edgecolors=[drawn], linewidth=0.5)
     for start in list(excerpt.starts.values())[1:]:
         axes.axvline(start, color="#888888", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(stages)), stages)
@@ -168,9 +149,7 @@ def _excerpt(windows: Windows, steps: list[int]) -> TimelineExcerpt:
         starts[step] = at
         spans += [span._replace(start=at + span.start, end=at + span.end) for span in windows[step].spans]
         at += windows[step].seconds
-    spans = merge(spans, _CUT_APART)
-    alone = alone_intervals(spans)
-    return TimelineExcerpt(starts, at, [Bar(*span, _parts_within(span, alone[span.stage])) for span in spans])
+    return TimelineExcerpt(starts, at, merge(spans, _CUT_APART))
 
 
 def _parts_within(span: Span, alone: list[Interval]) -> list[Interval]:

@@ -24,6 +24,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.startup.command_line import unknown_argument
@@ -31,7 +33,7 @@ from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
-from poly_epo_jax.study.progress import show_progress
+from poly_epo_jax.study.progress import StudyProgress
 from poly_epo_jax.study.queue import cores, default_workers, gpus, run_all
 from poly_epo_jax.study.spec import read_study
 from poly_epo_jax.system.file_lock import lock_file
@@ -96,8 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_unfinished(folder: Path, runs: Sequence[StudyRun], workers: Sequence[dict[str, str]]) -> int:
     """Runs the unfinished jobs, prints the names of failed runs and returns the exit code."""
-    with show_progress(runs) as listener:
-        rows = asyncio.run(run_all(folder, runs, workers, listener))
+    finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
+    with StudyProgress(runs, finished, Console()) as show:
+        rows = asyncio.run(run_all(folder, runs, workers, show.started, show.ended))
     failed = [row["run"] for row in rows if row["exit"]]
     if failed:
         print(

@@ -11,11 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from poly_epo_jax.metrics.evaluation import PASS
 from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.metrics.logged import describe, is_held_out
 from poly_epo_jax.report import figures
-from poly_epo_jax.report.evaluation_figures import curve, last_evaluation, log2_axis
 from poly_epo_jax.study.results import CORRECT_OF_8, CORRECT_OF_64, REWARD, Result, StudyResults
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
@@ -45,9 +43,7 @@ def plot_by_rate(results: StudyResults, task: str) -> Figure | None:
       results: Results of the study.
       task: Name of the task.
     """
-    if not any(
-        results.interval((task, method, rate), REWARD) for method in results.methods for rate in results.learning_rates
-    ):
+    if not any(results.interval(cell, REWARD) for cell in results.cells(task)):
         return None
     compared = len(results.methods) > 1
     width = max(_PANEL[0], 0.9 + 0.26 * len(results.methods) * len(results.learning_rates))
@@ -125,27 +121,7 @@ def plot_curves(results: StudyResults, task: str, metric: str) -> Figure | None:
     def draw_unfinished(axes: Axes, run: Result, style: Mapping[str, Any]) -> None:
         axes.plot(*figures.series(run.rows, metric), color=style["color"], linewidth=0.9, linestyle=(0, (1, 2)))
 
-    return _panels(results, task, draw, "training step", draw_unfinished)
-
-
-def plot_pass_at_k(results: StudyResults, task: str) -> Figure | None:
-    """Draws pass@k of the last evaluation during training, with a panel per learning rate.
-
-    Lines are means over seeds, and bands are ranges. Returns None if there is no data.
-
-    Args:
-      results: Results of the study.
-      task: Name of the task.
-    """
-
-    def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
-        points = [curve(last_evaluation(run.rows), PASS) for run in runs]
-        seeds = [(np.array([p.k for p in found], int), np.array([p.mean for p in found])) for found in points]
-        draw_band(axes, seeds, style, marked=True)
-        log2_axis(axes, "k (attempts)")
-        figures.unit_axis(axes, "y")
-
-    return _panels(results, task, draw, "k (attempts)")
+    return panels(results, task, draw, "training step", draw_unfinished)
 
 
 def plot_branching(results: StudyResults, task: str, benchmark: str) -> Figure | None:
@@ -165,7 +141,7 @@ def plot_branching(results: StudyResults, task: str, benchmark: str) -> Figure |
             axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False
         )
 
-    return _panels(results, task, draw, "token position")
+    return panels(results, task, draw, "token position")
 
 
 def _dodged(
@@ -190,32 +166,42 @@ def _dodged(
     axes.grid(axis="x", visible=False)
 
 
-def _panels(
+def panels(
     results: StudyResults,
     task: str,
     draw: Callable[[Axes, Sequence[Result], Mapping[str, Any]], None],
     x_label: str,
     draw_unfinished: Callable[[Axes, Result, Mapping[str, Any]], None] | None = None,
+    references: Sequence[Line2D] = (),
 ) -> Figure | None:
-    """Creates a figure with a panel per learning rate and a shared y-axis. Returns None if nothing is drawn."""
-    width = _PANEL[0] * (2 if len(results.learning_rates) == 1 else 1)
-    with figures.panels(len(results.learning_rates), len(results.learning_rates), (width, _PANEL[1]), sharey=True) as (
-        figure,
-        panels,
-    ):
-        for axes, rate in zip(panels, results.learning_rates, strict=True):
+    """Creates a figure with a panel per learning rate and a shared y-axis. Returns None if nothing is drawn.
+
+    Args:
+      results: Results of the study.
+      task: Name of the task.
+      draw: Draws the finished runs of a method in a panel, with the line style of the method.
+      x_label: Label of the horizontal axes.
+      draw_unfinished: Draws an unfinished run. If None, unfinished runs are not drawn.
+      references: Lines that are drawn in all panels.
+    """
+    rates = results.learning_rates
+    size = _PANEL[0] * (2 if len(rates) == 1 else 1), _PANEL[1]
+    with figures.panels(len(rates), len(rates), size, sharey=True) as (figure, drawn):
+        for axes, rate in zip(drawn, rates, strict=True):
+            for line in references:
+                axes.plot(*line.get_data(), color=line.get_color(), linestyle=line.get_linestyle())
             for method, style in line_styles(results).items():
                 draw(axes, results.of((task, method, rate)), style)
                 if draw_unfinished is not None:
                     for run in results.of((task, method, rate), finished=False):
                         draw_unfinished(axes, run, style)
-            axes.set_title(f"learning rate {rate:g}" if len(results.learning_rates) > 1 else "")
+            axes.set_title(f"learning rate {rate:g}" if len(rates) > 1 else "")
             axes.set_xlabel(x_label)
-        if panels[0].get_xscale() == "linear":
-            figures.step_axes(panels, x_label)
-        if not any(len(np.atleast_1d(line.get_xdata())) for axes in panels for line in axes.lines):
+        if drawn[0].get_xscale() == "linear":
+            figures.step_axes(drawn, x_label)
+        if not any(len(np.atleast_1d(line.get_xdata())) for axes in drawn for line in axes.lines):
             return None
-        add_legend(figure, results)
+        add_legend(figure, results, *references)
     return figure
 
 
@@ -245,13 +231,16 @@ def draw_band(
     table = np.stack([values[np.isin(at, steps)] for at, values in seeds])
     if not marked:
         table = np.stack([figures.smooth(values) for values in table])
-    line = {name: style[name] for name in ("color", "linestyle", "linewidth")}
     if places:
         steps = np.array([np.mean([of_seed[step] for of_seed in places]) for step in steps.tolist()])
-    # Hollow markers remain visible when they overlap.
-    line |= {"marker": style["marker"], "markersize": 4.5, "fillstyle": "none"} if marked else {}
+    line = hollow_line(style) if marked else hollow_line(style) | {"marker": ""}
     axes.plot(steps, table.mean(axis=0), **line)
     axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
+
+
+def hollow_line(style: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the line style of a method with hollow markers, which remain visible when they overlap."""
+    return {**style, "markersize": 4.5, "fillstyle": "none"}
 
 
 def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:

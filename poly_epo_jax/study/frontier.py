@@ -165,6 +165,5 @@ def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) ->
 
 def _unfinished(results: StudyResults, task: str) -> list[Result]:
     """Returns unfinished runs that have been evaluated."""
-    cells = [(task, method, rate) for method in results.methods for rate in results.learning_rates]
-    runs = [run for cell in cells for run in results.of(cell, finished=False)]
+    runs = [run for cell in results.cells(task) for run in results.of(cell, finished=False)]
     return [run for run in runs if run.at_end(CORRECT_OF_8) is not None]

@@ -1,33 +1,26 @@
 """Writes the report of a study: a page with figures, tables and reproduction details. Does not require JAX."""
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report.document import document, markdown_table, table
+from poly_epo_jax.report.document import document, markdown_table, table, text_table
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics, image, save
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.study import figures
 from poly_epo_jax.study.folder import clock
 from poly_epo_jax.study.frontier import plot_frontier
-from poly_epo_jax.study.pass_at_k import (
-    EVALUATED_PASS_AT_K,
-    interval_text,
-    pass_at_k_tables,
-    plot_evaluated_pass_at_k,
-)
-from poly_epo_jax.study.results import Cell, StudyResults, read_results
+from poly_epo_jax.study.pass_at_k import plot_pass_at_k
+from poly_epo_jax.study.results import StudyResults, read_results
+from poly_epo_jax.study.tables import Table, pass_at_k_tables, result_tables
 
 INTERVAL_NOTE = (
-    "Means over training seeds, with 95% confidence intervals (Student's t) in brackets. The second line is the "
-    "difference from {baseline} at the same learning rate, paired by seed, with its interval. If this interval "
-    "contains 0, these seeds do not distinguish the two methods. A single seed has no interval. Intervals are not "
-    "corrected for multiple comparisons."
+    "Means over training seeds, with 95% confidence intervals (Student's t) in brackets. Differences from {baseline} "
+    "are at the same learning rate and paired by seed. If the interval of a difference contains 0, these seeds do not "
+    "distinguish the two methods. A single seed has no interval. Intervals are not corrected for multiple comparisons."
 )
 FRONTIER = (
     "Each point is a method at a learning rate, with 95% intervals over seeds on both axes. Arrows point to the next "
@@ -36,6 +29,12 @@ FRONTIER = (
 )
 BY_RATE = "The metrics of the frontier by learning rate. Bottom row: differences from the baseline, paired by seed."
 PASS_AT_K = "Fraction of held-out problems that at least one of k attempts solves. Shaded: range over seeds."
+EVALUATED_PASS_AT_K = (
+    "Fraction of the problems that at least one of k generations solves. Lines are means over finished seeds. Shaded: "
+    "range over seeds. Black: models that are not runs of the study. The tables also contain the k from which pass@k "
+    "is below that of the first of these models (interpolated over log2 k, with the interval of the logarithm over "
+    "seeds), and the number of distinct training problems that the generations of a run solved."
+)
 BY_GENERATIONS = (
     "Held-out metrics by the number of responses that were generated for training, including the responses to prompts "
     "that the update does not train on. Both axes: means over finished seeds. Shaded: range over seeds."
@@ -88,13 +87,14 @@ def _summary(results: StudyResults) -> str:
 
 
 def _task(results: StudyResults, task: str) -> str:
-    name = html.escape(task)
+    note = INTERVAL_NOTE.format(baseline=html.escape(results.baseline))
+    tables = f"{_tables(result_tables(results, task))}<p class='muted'>{note}</p>"
     parts = [
-        f'<section id="task-{results.tasks.index(task)}"><h2>{name}</h2>',
+        f'<section id="task-{results.tasks.index(task)}"><h2>{html.escape(task)}</h2>',
         _figure("Frontier", FRONTIER, plot_frontier(results, task), task),
-        _results_table(results, task),
+        tables if results.metrics(task) else "<p>No run has been evaluated yet.</p>",
         _figure("By learning rate", BY_RATE, figures.plot_by_rate(results, task), task),
-        _figure("Held-out pass@k", PASS_AT_K, figures.plot_pass_at_k(results, task), task),
+        _figure("Held-out pass@k", PASS_AT_K, plot_pass_at_k(results, task), task),
         _figure("By generations drawn", BY_GENERATIONS, figures.plot_comparison(results, task, True), task),
         f"<h3>During training</h3><p class='muted'>{CURVES}</p>",
     ]
@@ -102,14 +102,9 @@ def _task(results: StudyResults, task: str) -> str:
         entry = describe(metric)
         parts.append(_figure(entry.title, entry.meaning, figures.plot_curves(results, task, metric), task))
     for benchmark in results.benchmarks(task):
-        parts.append(
-            _figure(
-                f"pass@k on {benchmark}", EVALUATED_PASS_AT_K, plot_evaluated_pass_at_k(results, task, benchmark), task
-            )
-        )
-        for title, (header, *rows) in pass_at_k_tables(results, task, benchmark).items():
-            escaped = [[html.escape(cell) for cell in row] for row in rows]
-            parts.append(f"<h4>{html.escape(title)}</h4>{table([*map(html.escape, header)], escaped)}")
+        figure = plot_pass_at_k(results, task, benchmark)
+        parts.append(_figure(f"pass@k on {benchmark}", EVALUATED_PASS_AT_K, figure, task))
+        parts.append(_tables(pass_at_k_tables(results, task, benchmark)))
         figure = figures.plot_branching(results, task, benchmark)
         parts.append(_figure(f"Branching on {benchmark}", BRANCHING, figure, task))
     return "".join([*parts, "</section>"])
@@ -122,98 +117,25 @@ def _figure(title: str, explanation: str, figure: Figure | None, task: str) -> s
     return f"<h3>{html.escape(title)}</h3><p class='muted'>{explanation}</p>{image(figure, f'{title}: {task}')}"
 
 
-def _results_table(results: StudyResults, task: str) -> str:
-    metrics = results.metrics(task)
-    if not metrics:
-        return "<p>No run has been evaluated yet.</p>"
-    rows = []
-    for row in result_rows(results, task):
-        seeds = f"{row.finished}"
-        if row.finished < row.num_runs:
-            seeds = f"<b class='wrong'>{row.finished} of {row.num_runs} finished</b>"
-        shown = map(_interval_cell, row.means, row.differences)
-        rows.append([html.escape(row.method), f"{row.rate:g}", seeds, *shown])
-    note = INTERVAL_NOTE.format(baseline=html.escape(results.baseline))
-    header = ["method", "learning rate", "seeds", *map(html.escape, metrics.values())]
-    return f"{table(header, rows)}<p class='muted'>{note}</p>"
-
-
-def _interval_cell(mean: Interval | None, difference: Interval | None) -> str:
-    if mean is None:
-        return "-"
-    less = "" if difference is None else f"<span class='interval'>{interval_text(difference, '+')}</span>"
-    return f"{interval_text(mean)}{less}"
-
-
-class ResultRow(NamedTuple):
-    """The results of a method at a learning rate.
-
-    Attributes:
-      method: Name of the method.
-      rate: Learning rate.
-      finished: Number of finished runs.
-      num_runs: Number of all runs.
-      means: Mean and interval of each metric of `StudyResults.metrics`, or None.
-      differences: Difference from the baseline, paired by seed, of each of these metrics, or None.
-    """
-
-    method: str
-    rate: float
-    finished: int
-    num_runs: int
-    means: Sequence[Interval | None]
-    differences: Sequence[Interval | None]
-
-
-def result_rows(results: StudyResults, task: str) -> list[ResultRow]:
-    """Returns a row for each method and learning rate of a task, with methods in the order of the study file.
-
-    Args:
-      results: Results of the study.
-      task: Name of the task.
-    """
-    metrics = results.metrics(task)
-
-    def row(cell: Cell) -> ResultRow:
-        num_runs = sum(one.cell == cell for one in results.results)
-        means = [results.interval(cell, name) for name in metrics]
-        return ResultRow(
-            *cell[1:], len(results.of(cell)), num_runs, means, [results.difference(cell, n) for n in metrics]
-        )
-
-    return [row((task, method, rate)) for method in results.methods for rate in results.learning_rates]
+def _tables(tables: Mapping[str, Table]) -> str:
+    parts = []
+    for title, (header, *rows) in tables.items():
+        heading = f"<h4>{html.escape(title)}</h4>" if title else ""
+        parts.append(f"{heading}{text_table(header, rows)}")
+    return "".join(parts)
 
 
 def markdown(results: StudyResults) -> str:
-    """Returns Markdown with the tables of each task: means, and differences from the baseline if there are any."""
+    """Returns Markdown with the tables of each task."""
     parts = ["Means over training seeds, with 95% confidence intervals (Student's t) in brackets."]
     for task in results.tasks:
-        rows = result_rows(results, task)
-        header = ["method", "learning rate", "seeds", *results.metrics(task).values()]
-        parts += [f"## {task}", _table(header, rows, lambda row: row.means, "")]
-        if any(difference for row in rows for difference in row.differences):
-            compared = [row for row in rows if row.method != results.baseline]
-            parts += [
-                f"Difference from {results.baseline}, by seed:",
-                _table(header, compared, lambda r: r.differences, "+"),
-            ]
+        tables = result_tables(results, task)
         for benchmark in results.benchmarks(task):
-            for title, (header, *lines) in pass_at_k_tables(results, task, benchmark).items():
-                parts += [f"{title}:", "\n".join(markdown_table(header, lines))]
+            tables |= pass_at_k_tables(results, task, benchmark)
+        parts.append(f"## {task}")
+        for title, (header, *rows) in tables.items():
+            parts += [f"{title}:"] * bool(title) + ["\n".join(markdown_table(header, rows))]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(
-    header: Sequence[str],
-    rows: Sequence[ResultRow],
-    cells: Callable[[ResultRow], Sequence[Interval | None]],
-    sign: str,
-) -> str:
-    lines = []
-    for row in rows:
-        shown = ["-" if interval is None else interval_text(interval, sign) for interval in cells(row)]
-        lines.append([row.method, f"{row.rate:g}", f"{row.finished} of {row.num_runs}", *shown])
-    return "\n".join(markdown_table(header, lines))
 
 
 def _reproduction(results: StudyResults) -> str:

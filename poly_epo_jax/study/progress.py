@@ -1,8 +1,7 @@
 """Displays the progress of a study: a bar per active run on a terminal, or a line per event elsewhere."""
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from poly_epo_jax.study.folder import clock, run_state
 from poly_epo_jax.study.plan import StudyRun
-from poly_epo_jax.study.queue import ENDED, Listener
+from poly_epo_jax.study.queue import ENDED
 from poly_epo_jax.system.json_files import Row
 
 
@@ -32,7 +31,6 @@ class StudyProgress(Progress):
         self._fractions = {run.key.path: _fraction(run) for run in runs}
         self._work = self._left = sum(1 - fraction for fraction in self._fractions.values())
         self._open = list(runs)  # neither failed nor finished
-        self.listener = Listener(self._started, self._ended)
         super().__init__(*columns, console=console, refresh_per_second=1, disable=not console.is_terminal)
         if self.disable:
             print(self._counts(), flush=True)
@@ -46,7 +44,8 @@ class StudyProgress(Progress):
         yield from super().get_renderables()
         yield Text(f"{self._counts()}, {clock(time.monotonic() - self._began)}", style="bold")
 
-    def _started(self, run: StudyRun, stage: str) -> None:
+    def started(self, run: StudyRun, stage: str) -> None:
+        """Shows that the process of a stage, "train" or "evaluate", has started."""
         self.add_task(run.key.path, run=run, stage=stage, state="")
         if self.disable:
             state = run_state(run.folder)
@@ -63,7 +62,8 @@ class StudyProgress(Progress):
             return ""
         return f", about {clock((time.monotonic() - self._began) * (self._work - done) / done)} left"
 
-    def _ended(self, run: StudyRun, row: Row) -> None:
+    def ended(self, run: StudyRun, row: Row) -> None:
+        """Shows that a process has ended, with its row of attempts.jsonl."""
         for task in self.tasks:
             if task.description == run.key.path:
                 self.remove_task(task.id)
@@ -90,11 +90,3 @@ def _fraction(run: StudyRun) -> float:
     """Returns the fraction of the training steps of a run that are logged."""
     state = run_state(run.folder)
     return state.step / state.num_steps if state.num_steps else 0.0
-
-
-@contextlib.contextmanager
-def show_progress(runs: Sequence[StudyRun]) -> Iterator[Listener]:
-    """Shows the progress display inside the `with` block. Yields the listener that updates it."""
-    finished = sum(run.is_trained() and run.is_evaluated() for run in runs)
-    with StudyProgress(runs, finished, Console()) as show:
-        yield show.listener

@@ -5,7 +5,6 @@ SIGHUP and Ctrl-C to all runs as SIGTERM, and waits until they have saved their 
 """
 
 import asyncio
-import dataclasses
 import datetime
 import os
 import shutil
@@ -32,19 +31,6 @@ ENDED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of runs that were stopped by SIGTERM or Ctrl-C. The progress display does not count them as failures."""
 
 POLL_INTERVAL_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Listener:
-    """Callbacks for the events of a study.
-
-    Attributes:
-      started: Called as `started(run, stage)` when a process starts.
-      ended: Called as `ended(run, row)` when a process has ended, with its row of attempts.jsonl.
-    """
-
-    started: Callable[[StudyRun, str], None]
-    ended: Callable[[StudyRun, Row], None]
 
 
 def cores(count: int) -> list[Worker]:
@@ -78,7 +64,13 @@ def default_workers(devices: Path = Path("/dev")) -> list[Worker]:
     return [{}] if any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*")) else cores(0)
 
 
-async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Worker], listener: Listener) -> list[Row]:
+async def run_all(
+    folder: Path,
+    runs: Sequence[StudyRun],
+    workers: Sequence[Worker],
+    started: Callable[[StudyRun, str], None],
+    ended: Callable[[StudyRun, Row], None],
+) -> list[Row]:
     """Runs the unfinished training and evaluation processes of a study.
 
     If a process fails, the failure is reported and the other runs continue.
@@ -87,7 +79,8 @@ async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Work
       folder: Folder of the study.
       runs: All runs. Finished runs are skipped.
       workers: Workers that execute runs in parallel.
-      listener: Notified when processes start and end.
+      started: Called as `started(run, stage)` when a process starts.
+      ended: Called as `ended(run, row)` when a process has ended, with its row of attempts.jsonl.
 
     Returns:
       The rows that were appended to attempts.jsonl.
@@ -108,17 +101,17 @@ async def run_all(folder: Path, runs: Sequence[StudyRun], workers: Sequence[Work
 
     async def succeeds(run: StudyRun, stage: str, command: Sequence[str], worker: Worker) -> bool:
         await stop.check()
-        listener.started(run, stage)
+        started(run, stage)
         row = await _attempt(run, stage, command, worker, stop)
         append_rows(folder / ATTEMPTS, [row])
         rows.append(row)
-        listener.ended(run, row)
+        ended(run, row)
         await stop.check()
         return not row["exit"]
 
     with stop.on_signals():
-        ended = await asyncio.gather(*map(take, workers), return_exceptions=True)
-    for error in ended:
+        errors = await asyncio.gather(*map(take, workers), return_exceptions=True)
+    for error in errors:
         if isinstance(error, BaseException):
             raise error
     return rows

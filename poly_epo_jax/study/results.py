@@ -108,6 +108,10 @@ class StudyResults:
         """Learning rates in ascending order."""
         return sorted({one.key.rate for one in self.results})
 
+    def cells(self, task: str) -> list[Cell]:
+        """Returns the cells of a task by method, each in ascending order of the learning rate."""
+        return [(task, method, rate) for method in self.methods for rate in self.learning_rates]
+
     def benchmarks(self, task: str) -> list[str]:
         """Labels of the benchmarks on which runs of a task were evaluated, sorted."""
         return sorted({name for one in self.results if one.key.task == task for name in one.evaluations})
@@ -161,7 +165,7 @@ class StudyResults:
         task, method, rate = cell
         if method == self.baseline:
             return None
-        return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))[0]
+        return paired_difference(self.by_seed(cell, metric), self.by_seed((task, self.baseline, rate), metric))
 
     def metrics(self, task: str) -> dict[str, str]:
         """Returns the titles of the metrics of a task's results by name, without metrics that no run has."""

@@ -11,7 +11,7 @@ import pytest
 
 from configs import polynomial
 from poly_epo_jax.config.keys import HostsSection
-from poly_epo_jax.doctor import collectives, command as doctor, disk, step
+from poly_epo_jax.doctor import __main__ as doctor, collectives, machine, step
 from poly_epo_jax.doctor.runner import CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.parallel import hosts
@@ -122,13 +122,13 @@ def test_collectives_that_lose_a_gradient_fail(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_changes_bits_fails(tmp_path, monkeypatch):
-    correct = disk._round_trip
+    correct = machine._round_trip
 
     def round_trip(folder, update, state):
         restored, data = correct(folder, update, state)
         return dataclasses.replace(restored, updates=restored.updates + 1), data
 
-    monkeypatch.setattr(disk, "_round_trip", round_trip)
+    monkeypatch.setattr(machine, "_round_trip", round_trip)
     (found,) = examined(tiny(tmp_path), "checkpoint").values()
     assert found.status == "failed" and "changed bits" in found.message
     assert list(tmp_path.iterdir()) == []

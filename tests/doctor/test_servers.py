@@ -19,7 +19,7 @@ from lying_servers import Lie, LyingServer, changed
 from configs import polynomial
 from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import Config
-from poly_epo_jax.doctor import command as doctor
+from poly_epo_jax.doctor import __main__ as doctor
 from poly_epo_jax.doctor.runner import CheckRunner, RunContext
 from poly_epo_jax.judges import llm
 from poly_epo_jax.model import hf

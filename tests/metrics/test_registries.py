@@ -71,10 +71,10 @@ def test_a_registered_metric_is_computed_and_shown(registered):
     assert [values[f"mine@{k}"].tolist() for k in (1, 2, 4)] == [[1.0] * 3, [2.0] * 3, [4.0] * 3]
     columns = table_columns(values, "report")
     assert list(columns) == ["pass@1", "pass@4", "mine@4"]
-    assert (columns["mine@4"].title, columns["mine@4"].meaning, columns["mine@4"].format(0.25)) == (
+    assert (columns["mine@4"].title, columns["mine@4"].meaning, columns["mine@4"].digits) == (
         "mine@4",
         "Means 4.",
-        "0.2",
+        1,
     )
     assert describe("eval/mine@4").title == "Held-out mine@4"
 

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib.colors
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from reports import write_fake_evaluation
 from test_report import Page, data_of, svgs, write_fake_run
 
@@ -25,7 +26,8 @@ from poly_epo_jax.report import (
 )
 from poly_epo_jax.report.figures import image
 from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
-from poly_epo_jax.report.paired_differences import paired_differences, plot_with_differences
+from poly_epo_jax.report.pass_at_k import paired_differences, plot_pass_at_k, plot_with_differences
+from poly_epo_jax.report.rollout_trees import CORRECT, INCORRECT, draw_tree, plot_rollout_trees
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}
 FIGURES = ("evaluation_pass_at_k", "majority", "branches", "rollout_trees")
@@ -65,9 +67,7 @@ def test_report_is_deterministic(evaluation: Path, page: str, tmp_path: Path):
         assert (tmp_path / name).read_bytes() == (evaluation / "report" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "draw", [evaluation_figures.plot_pass_at_k, evaluation_figures.plot_majority, evaluation_figures.plot_branches]
-)
+@pytest.mark.parametrize("draw", [plot_pass_at_k, evaluation_figures.plot_majority, evaluation_figures.plot_branches])
 def test_models_have_the_same_color_in_all_benchmark_panels(evaluation: Path, draw):
     line_styles = figures.styles(["some run", *MODELS])
     figure = draw(results_of(evaluation), line_styles)
@@ -80,7 +80,7 @@ def test_models_have_the_same_color_in_all_benchmark_panels(evaluation: Path, dr
 
 def test_pass_at_k_figure_shows_means_and_intervals(evaluation: Path):
     results = results_of(evaluation)
-    figure = evaluation_figures.plot_pass_at_k(results, figures.styles(list(MODELS)))
+    figure = plot_pass_at_k(results, figures.styles(list(MODELS)))
     assert figure is not None
     metrics = results["aime26"]["grpo"]["metrics"]
     heights = np.array(figure.axes[0].lines[1].get_ydata())
@@ -98,9 +98,9 @@ def test_paired_differences_are_means_over_the_same_problems(evaluation: Path):
         first = results[benchmark]["base"]
         assert list(models) == ["grpo", "poly_epo"]
         for model, found in models.items():
-            for point in evaluation_figures.curve(found, "pass"):
+            for k, point in evaluation_figures.curve(found, "pass").items():
                 values = [
-                    solved_by_a_subset(ours, point.k) - solved_by_a_subset(theirs, point.k)
+                    solved_by_a_subset(ours, k) - solved_by_a_subset(theirs, k)
                     for ours, theirs in zip(results[benchmark][model]["per_problem"], first["per_problem"], strict=True)
                 ]
                 low, high = bootstrap_interval(np.array(values))
@@ -121,8 +121,8 @@ def test_pass_at_k_is_drawn_beside_its_differences_from_the_first_model(evaluati
     *others, zero = figure.axes[1].lines
     assert [line.get_label() for line in others] == ["grpo", "poly_epo"]
     assert zero.get_color() == line_styles["base"]["color"] == "#000000"
-    heights = [point.mean for point in evaluation_figures.curve(paired_differences(results)["aime26"]["grpo"], "pass")]
-    np.testing.assert_allclose(np.array(others[0].get_ydata()), heights)
+    points = evaluation_figures.curve(paired_differences(results)["aime26"]["grpo"], "pass")
+    np.testing.assert_allclose(np.array(others[0].get_ydata()), [point.mean for point in points.values()])
     alone = {benchmark: {"grpo": models["grpo"]} for benchmark, models in results.items()}
     figure = plot_with_differences(alone, line_styles)
     assert figure is not None and len(figure.axes) == 2
@@ -138,28 +138,39 @@ def solved_by_a_subset(row: dict[str, Any], k: int) -> float:
 def test_figures_without_intervals():
     estimate = {"mean": 0.5, "low": None, "high": None}
     results = {"metrics": {"pass@1": estimate, "pass@2": estimate}, "branching": {"mean": []}}
-    assert evaluation_figures.curve(results, "pass") == [(1, 0.5, None, None), (2, 0.5, None, None)]
+    for k, (mean, *bounds) in evaluation_figures.curve(results, "pass").items():
+        assert k in (1, 2) and mean == 0.5 and np.isnan(bounds).all()
     line_styles = figures.styles(["a"])
-    assert evaluation_figures.plot_pass_at_k({"b": {"a": results}}, line_styles) is not None
+    assert plot_pass_at_k({"b": {"a": results}}, line_styles) is not None
     assert evaluation_figures.plot_branches({"b": {"a": results}}, line_styles) is not None
 
 
 def test_tree_by_hand():
     token_ids = [np.array(ids) for ids in ([1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 3])]
-    tree = evaluation_figures.lay_out_tree(token_ids, [True, False, False, True])
-    edges = {(edge.start, edge.end, edge.row, edge.parent_row, edge.size) for edge in tree.edges}
-    assert edges == {(0, 2, 1.0, 1.5, 3), (2, 3, 0.5, 1.0, 2), (2, 4, 2.0, 1.0, 1), (0, 1, 3.0, 1.5, 1)}
-    leaves = [(leaf.generation, leaf.length, leaf.row, leaf.edge_row) for leaf in tree.leaves]
-    assert leaves == [(0, 3, 0, 0.5), (3, 3, 1, 0.5), (1, 4, 2, 2.0), (2, 1, 3, 3.0)]
+    axes = Figure().subplots()
+    draw_tree(axes, list(zip(token_ids, [True, False, False, True], strict=True)))
+    drawn = [(*np.asarray(line.get_xydata()).tolist(), line.get_linewidth(), line.get_marker()) for line in axes.lines]
+    edges = {(*path[0], *path[2], width) for *path, width, _ in drawn if len(path) == 3}
+    widths = {size: 0.9 + 0.5 * np.log2(size) for size in (1, 2, 3)}
+    assert edges == {
+        (0, 1.5, 2, 1.0, widths[3]),  # start, row of the parent, end, row
+        (2, 1.0, 3, 0.5, widths[2]),
+        (2, 1.0, 4, 2.0, widths[1]),
+        (0, 1.5, 1, 3.0, widths[1]),
+    }
+    ends = [path for *path, _, _ in drawn if len(path) == 2]
+    assert ends == [[[3, 0.5], [3, 0]], [[3, 0.5], [3, 1]], [[4, 2.0], [4, 2]], [[1, 3.0], [1, 3]]]
+    marks = [(*path[0], marker) for *path, _, marker in drawn if len(path) == 1]
+    assert marks == [(3, 0, "o"), (3, 1, "o"), (4, 2, "X"), (1, 3, "X")]
 
 
 def test_tree_figure_distinguishes_correct_and_incorrect_leaves(evaluation: Path):
-    tree = evaluation_figures.lay_out_tree([np.array([1]), np.array([2, 3])], [True, False])
-    figure = evaluation_figures.plot_rollout_trees("a problem", {"grpo": tree}, figures.styles(["grpo"]))
+    rollouts = [(np.array([1]), True), (np.array([2, 3]), False)]
+    figure = plot_rollout_trees("a problem", {"grpo": rollouts}, figures.styles(["grpo"]))
     assert figure is not None
     marked = [line for line in figure.axes[0].lines if line.get_marker() in ("o", "X")]
     colors = [matplotlib.colors.to_hex(line.get_color()) for line in marked]
-    assert [color.upper() for color in colors] == [evaluation_figures.CORRECT_COLOR, evaluation_figures.INCORRECT_COLOR]
+    assert [color.upper() for color in colors] == [CORRECT["color"], INCORRECT["color"]]
 
 
 def test_trees_show_a_problem_that_the_first_model_solves_partially(page: str):
@@ -187,7 +198,7 @@ def test_tables_have_a_row_per_model_with_intervals(evaluation: Path, page: str)
     ):
         assert text.count(column) >= 2
     value = results_of(evaluation)["aime26"]["grpo"]["metrics"]["pass@8"]
-    assert f"{value['mean']:.3f}{value['low']:.3f} to {value['high']:.3f}" in text
+    assert f"{value['mean']:.3f}[{value['low']:.3f}, {value['high']:.3f}]" in text
 
 
 def test_summary_compares_each_model_with_the_first():
@@ -265,8 +276,7 @@ def test_excerpts_contain_the_number_of_omitted_characters():
 
 def test_bounds_depend_on_the_number_of_generations(tmp_path: Path):
     write_fake_evaluation(tmp_path, {"a": 0.5}, ("x",), num_problems=30, num_generations=20, num_tokens=3000)
-    problems = [f"problem-{number}" for number in range(30)]
-    collection, _ = report_generations.evaluation_collection("a", "x", tmp_path / "x" / "a", problems, None, 0)
+    collection, _ = report_generations.evaluation_collection("a", "x", tmp_path / "x" / "a", None, 0)
     assert collection is not None
     (whole,), bounds = report_generations.bound([collection], 100_000_000)
     assert bounds == DEFAULT_BOUNDS and len(whole["problems"]) == 20 and len(whole["problems"][0]["generations"]) == 16
@@ -285,7 +295,7 @@ def test_an_evaluation_is_read_row_by_row(tmp_path: Path):
     path = tmp_path / "x" / "a"
     assert (path / "generations.jsonl").stat().st_size > 5_000_000
     tracemalloc.start()
-    report_generations.evaluation_collection("a", "x", path, ["problem-0"], None, 0)
+    report_generations.evaluation_collection("a", "x", path, None, 0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2_000_000

@@ -6,7 +6,7 @@ import pytest
 
 from poly_epo_jax.records.timeline import Span, Window
 from poly_epo_jax.report import figures
-from poly_epo_jax.report.timeline_figures import Bar, excerpts, plot_timeline, sentence
+from poly_epo_jax.report.timeline_figures import excerpts, plot_timeline, sentence
 
 
 def window(step: int, seconds: float) -> Window:
@@ -40,13 +40,20 @@ def test_spans_across_steps_are_merged_and_exclusive_parts_marked():
     (_, several) = excerpts(windows(10.0, 10.0))
     assert several.starts == {1: 0.0, 2: 10.0} and several.seconds == 20.0
     assert several.stages == ["generate", "judge", "update"]
-    generated = [bar for bar in several.bars if bar.stage == "generate"]
+    generated = [span for span in several.spans if span.stage == "generate"]
     assert generated == [
-        Bar("generate", 0.0, 2.0, 1, [(0.0, 2.0)]),
-        Bar("generate", 4.0, 12.0, 2, [(8.0, 12.0)]),
-        Bar("generate", 14.0, 20.0, 3, [(18.0, 20.0)]),
+        Span("generate", 0.0, 2.0, 1),
+        Span("generate", 4.0, 12.0, 2),
+        Span("generate", 14.0, 20.0, 3),
     ]
-    assert [several.is_odd(bar) for bar in generated] == [False, True, False]
+    assert [several.is_odd(span) for span in generated] == [False, True, False]
+    figure = plot_timeline({"a": windows(10.0, 10.0)})
+    assert figure is not None
+    drawn = [path.get_extents() for bars in figure.axes[1].collections for path in bars.get_paths()]
+    in_first_row = [(box.x0, box.x1) for box in drawn if box.y1 < 0.5]
+    alone = [(0.0, 2.0), (8.0, 12.0), (18.0, 20.0)]
+    spans = [(span.start, span.end) for span in generated]
+    assert in_first_row == [bar for pair in zip(spans, alone, strict=True) for bar in pair]
 
 
 def test_summary_sentence_contains_medians():

@@ -10,8 +10,9 @@ from fake_studies import write_fake_study
 
 from poly_epo_jax.study.folder import RunKey
 from poly_epo_jax.study.page import write_study_report
-from poly_epo_jax.study.pass_at_k import crossing_point, pass_at_k_tables, plot_evaluated_pass_at_k
+from poly_epo_jax.study.pass_at_k import plot_pass_at_k
 from poly_epo_jax.study.results import read_results
+from poly_epo_jax.study.tables import crossing_point, pass_at_k_tables
 
 KS = (1, 2, 4, 8, 16)
 BASE = {k: 0.1 + 0.2 * math.log2(k) for k in KS}
@@ -79,13 +80,13 @@ def test_runs_that_the_study_no_longer_contains_are_no_references(folder: Path):
 
 
 def test_figure_contains_methods_and_dashed_references(folder: Path):
-    figure = plot_evaluated_pass_at_k(read_results(folder), "polynomial", "polynomial")
+    figure = plot_pass_at_k(read_results(folder), "polynomial", "polynomial")
     assert figure is not None
     base, poly_epo, *_ = figure.axes[0].lines
     assert "base" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert base.get_linestyle() == "--" and np.asarray(base.get_ydata()).tolist() == list(BASE.values())
     assert np.asarray(poly_epo.get_ydata()).tolist() == pytest.approx([0.555 + 0.1 * math.log2(k) for k in KS])
-    assert plot_evaluated_pass_at_k(read_results(folder), "polynomial", "another benchmark") is None
+    assert plot_pass_at_k(read_results(folder), "polynomial", "another benchmark") is None
 
 
 @pytest.mark.slow

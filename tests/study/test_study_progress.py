@@ -26,14 +26,14 @@ def test_terminal_shows_the_progress_of_active_runs(tmp_path: Path):
     screen, file = console(terminal=True)
     show = StudyProgress(runs, 0, screen)
     for run in runs:
-        show.listener.started(run, "train")
+        show.started(run, "train")
     screen.print(show)
     shown = file.getvalue()
     assert "task/a-lr0.001-seed0" in shown and "step 4 of 6" in shown and "not started" in shown
     assert "0 of 2 runs finished" in shown
 
-    show.listener.ended(runs[0], ROW)
-    show.listener.ended(runs[1], ROW | {"exit": 1, "error": "no [room]: make some."})
+    show.ended(runs[0], ROW)
+    show.ended(runs[1], ROW | {"exit": 1, "error": "no [room]: make some."})
     file.truncate(0)
     screen.print(show)
     assert "step" not in file.getvalue() and "1 of 2 runs finished, 1 failed" in file.getvalue()
@@ -43,11 +43,11 @@ def test_each_event_is_a_line_without_a_terminal(tmp_path: Path, capsys: pytest.
     run = FakeRun(tmp_path / "a")
     screen, file = console(terminal=False)
     show = StudyProgress([run], 0, screen)
-    show.listener.started(run, "train")
+    show.started(run, "train")
     assert capsys.readouterr().out == "0 of 1 runs finished\ntask/a-lr0.001-seed0: train\n"
-    show.listener.ended(run, ROW | {"exit": 1, "error": "no [room]: make some."})
-    show.listener.ended(run, ROW | {"exit": 143, "error": "SIGTERM: Saved after step 3"})
-    show.listener.ended(run, ROW)
+    show.ended(run, ROW | {"exit": 1, "error": "no [room]: make some."})
+    show.ended(run, ROW | {"exit": 143, "error": "SIGTERM: Saved after step 3"})
+    show.ended(run, ROW)
     assert file.getvalue().splitlines() == [
         "task/a-lr0.001-seed0: train failed after 0:01:01: no [room]: make some.  (0 of 1 runs finished, 1 failed)",
         "task/a-lr0.001-seed0: train was stopped after 0:01:01: SIGTERM: Saved after step 3  "
@@ -70,7 +70,7 @@ def test_the_remaining_time_follows_from_the_steps_of_all_runs(tmp_path: Path, m
     screen, file = console(terminal=True)
     show = StudyProgress(runs, 0, screen)
     for run in runs[:2]:
-        show.listener.started(run, "train")
+        show.started(run, "train")
     screen.print(show)
     assert "0 of 4 runs finished, 0:00:00" in file.getvalue()
     now[0] = 60.0
@@ -79,5 +79,5 @@ def test_the_remaining_time_follows_from_the_steps_of_all_runs(tmp_path: Path, m
     screen.print(show)  # half of a run in a minute: the other 3 runs take 6 minutes
     assert "0 of 4 runs finished, about 0:06:00 left, 0:01:00" in file.getvalue()
     now[0] = 120.0
-    show.listener.ended(runs[0], ROW)  # 0.75 runs in two minutes: the other 2.75 take 7 min 20 s
+    show.ended(runs[0], ROW)  # 0.75 runs in two minutes: the other 2.75 take 7 min 20 s
     assert "(1 of 4 runs finished, about 0:07:20 left)" in file.getvalue()

@@ -14,7 +14,7 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import RunKey, read_attempts
 from poly_epo_jax.study.plan import StudyRun
-from poly_epo_jax.study.queue import CORE, Listener, cores, default_workers, gpus, run_all
+from poly_epo_jax.study.queue import CORE, cores, default_workers, gpus, run_all
 from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.system.limits import cpu_limit
 from poly_epo_jax.system.signals import Stopped
@@ -43,13 +43,16 @@ def fake_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def work(folder: Path, runs: Sequence[FakeRun], workers: Sequence[dict[str, str]]) -> tuple[list[Row], list[str]]:
-    """Returns the rows of `run_all` and the events that its listener received."""
+    """Returns the rows of `run_all` and the events that it reported."""
     events: list[str] = []
-    listener = Listener(
-        lambda run, stage: events.append(f"{run.key.method} {stage}"),
-        lambda run, row: events.append(f"{run.key.method} {row['exit']}"),
-    )
-    return asyncio.run(run_all(folder, runs, workers, listener)), events
+
+    def started(run: StudyRun, stage: str) -> None:
+        events.append(f"{run.key.method} {stage}")
+
+    def ended(run: StudyRun, row: Row) -> None:
+        events.append(f"{run.key.method} {row['exit']}")
+
+    return asyncio.run(run_all(folder, runs, workers, started, ended)), events
 
 
 def test_failed_run_is_reported_and_other_runs_continue(tmp_path: Path):
@@ -123,7 +126,7 @@ def test_signal_stops_all_runs_after_they_have_saved(tmp_path: Path, number: sig
     runs = [FakeRun(tmp_path / name, "slowly") for name in "abc"]
 
     async def interrupted() -> None:
-        working = asyncio.create_task(run_all(tmp_path, runs, [{}, {}], Listener(print, print)))
+        working = asyncio.create_task(run_all(tmp_path, runs, [{}, {}], print, print))
         deadline = time.monotonic() + PATIENCE
         while not all((tmp_path / name / "started").exists() for name in "ab"):
             assert time.monotonic() < deadline and not working.done()
@@ -146,7 +149,7 @@ def test_study_waits_for_runs_of_a_killed_study(tmp_path: Path):
     async def wait_and_work() -> list[Row]:
         with run_folder.lock_run_folder(run.folder):
             started = asyncio.Event()
-            working = asyncio.create_task(run_all(tmp_path, [run], [{}], Listener(lambda *_: started.set(), print)))
+            working = asyncio.create_task(run_all(tmp_path, [run], [{}], lambda *_: started.set(), print))
             await started.wait()
             await asyncio.sleep(0)
             assert not (run.folder / "seen.json").exists()

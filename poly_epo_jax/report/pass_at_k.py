@@ -1,21 +1,84 @@
-"""Compares pass@k of models on the same problems: the difference for each problem, and its interval over problems."""
+"""Draws pass@k of evaluations, and its difference from the first model on the same problems."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.evaluation import PASS, at
-from poly_epo_jax.metrics.intervals import bootstrap_interval
+from poly_epo_jax.metrics.intervals import Interval, bootstrap_interval
+from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.evaluation_figures import (
+    PANEL,
     Evaluations,
     LineStyles,
     Results,
-    draw_pass_at_k,
+    benchmark_panels,
+    curve,
     log2_axis,
     model_labels,
-    plot_pass_at_k,
 )
+
+K_LABEL = "k (attempts)"
+
+
+def draw_pass_at_k(axes: Axes, points: Mapping[int, Interval], line: Mapping[str, Any]) -> None:
+    """Draws pass@k, or a difference in pass@k, with a shaded interval. Powers of two and the largest k have markers.
+
+    Args:
+      axes: Panel to draw in.
+      points: Values by k. The interval of a value is not drawn if its bounds are NaN.
+      line: Properties of the line and its markers.
+    """
+    means, lows, highs = np.array(list(points.values()), float).reshape(-1, 3).T
+    marked = [index for index, k in enumerate(points) if k.bit_count() == 1 or index == len(points) - 1]
+    axes.plot(list(points), means, **line, markevery=marked)
+    axes.fill_between(list(points), lows, highs, color=line["color"], alpha=0.15, linewidth=0)
+
+
+def plot_pass_at_k(
+    evaluations: Evaluations, line_styles: LineStyles, panel_size: tuple[float, float] = PANEL
+) -> Figure | None:
+    """Draws pass@k over k on a log2 axis, with shaded 95% intervals. Returns None if there are no results.
+
+    Args:
+      evaluations: Results by benchmark and model.
+      line_styles: Line style of each model.
+      panel_size: Width and height of a panel, in inches.
+    """
+
+    def finish(axes: Axes) -> None:
+        log2_axis(axes, K_LABEL)
+        axes.set_ylabel("pass@k")
+        figures.unit_axis(axes, "y")
+
+    return benchmark_panels(evaluations, line_styles, _draw, finish, panel_size)
+
+
+def _draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
+    draw_pass_at_k(axes, curve(results, PASS), figures.MARKED | style)
+
+
+def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
+    """Draws pass@k of the last evaluation during the training of each run. Returns None if no run has it."""
+    last = {label: last_evaluation(rows) for label, rows in runs.items()}
+    if not any(results["metrics"] for results in last.values()):
+        return None
+    title = "Held-out pass@k at the last evaluation"
+    return plot_pass_at_k({title: last}, figures.styles(list(runs)), (6.5, 3.8))
+
+
+def last_evaluation(rows: figures.Rows) -> Results:
+    """Returns pass@k of the last row of a run that has it, in the form of results.json."""
+    prefix = held_out(f"{PASS}@")
+    for row in reversed(rows):
+        if found := {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}:
+            return {"metrics": {name.removeprefix(held_out("")): {"mean": value} for name, value in found.items()}}
+    return {"metrics": {}}
 
 
 def paired_differences(evaluations: Evaluations) -> Evaluations:
@@ -77,8 +140,8 @@ def plot_with_differences(evaluations: Evaluations, line_styles: LineStyles) -> 
             left, right = panels[2 * index : 2 * index + 2]
             for axes, shown in ((left, by_model), (right, differences.get(benchmark, {}))):
                 for model, results in shown.items():
-                    draw_pass_at_k(axes, results, line_styles[model])
-                log2_axis(axes, "k (attempts)")
+                    _draw(axes, results, line_styles[model])
+                log2_axis(axes, K_LABEL)
             figures.unit_axis(left, "y")
             left.set_title(f"{benchmark}: pass@k")
             right.set_title(f"pass@k minus that of {models[0]}")
