@@ -15,7 +15,7 @@ the backward pass, and which arrays the backward pass recomputes.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -206,59 +206,85 @@ class Transformer(nnx.Module):
           The final hidden states, and the mean of `expert_load` over layers by the name of the metric. A dense model
           has no statistics.
         """
+        config, rows = self.config, _PackedRows(self.config, positions, segment_ids)
+        x = constrain_sharding(embed(config, self.embed[...], tokens), ROWS)
+        x, statistics = self._apply_layers(rows, x)
+        return normalize(config, x, self.norm[...].astype(config.dtype)), statistics
+
+    def _apply_layers(
+        self, rows: "_PackedRows", x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
+        """Applies all layers to the residual stream, and averages the statistics of their routers."""
         config = self.config
+        num_periods, runs = config.periods
         split = {name: nnx.split(getattr(self, name)) for name in config.stacks}
-        rotations, kinds = make_rotations(config, positions), layer_kinds(config)
-        # Only numbers in which layers differ are scanned. The others are constants of the compiled program.
-        columns = zip(LayerKind._fields, zip(*kinds, strict=True), strict=True)
-        varying = {name: jnp.asarray(column, jnp.int32) for name, column in columns if len(set(column)) > 1}
+        weights = {name: iter(_split_runs(config, own, name)) for name, (_, own) in split.items()}
+        first, varying = _common_and_varying(layer_kinds(config))
+        numbers = _split_runs(config, varying)
+        layers = [(next(weights[name]), own) for (name, _), own in zip(runs, numbers, strict=True)]
 
-        def layer(stack, x, weights, numbers):
-            kind, loads = kinds[0]._replace(**numbers), {}
-
-            def select(routing):
-                routing = without_experts(config, routing, segment_ids == 0)
-                loads["expert_load"] = expert_load(config, routing.experts)
-                return routing
-
-            def attend(q, k, v):
-                longest = config.max_sequence_tokens
-                return packed_attention(q, k, v, segment_ids, config.attention, longest, positions, kind.window)
-
-            def attend_linearly(inputs):
-                return packed_linear_attention(config, inputs, make_segments(segment_ids).first)
-
-            rotation = select_rotation(rotations, kind.rope)
-            mix = attend_linearly if stack == "linear_layers" else attend
-            x = run_layer(config, nnx.merge(split[stack][0], weights), x, rotation, mix, select)
-            return constrain_sharding(x, ROWS), loads
+        def layer(stack, x, own):
+            weights, numbers = own
+            return rows.run_layer(nnx.merge(split[stack][0], weights), first._replace(**numbers), x)
 
         if config.remat != "none":
             policy = REMAT_POLICIES[config.remat]
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=0)
         unroll = config.scan_unroll or (config.num_layers if config.num_layers <= MAX_UNROLLED_LAYERS else 1)
-        num_periods, runs = config.periods
 
         def period(x, layers):
             """Applies the layers of one period, with a scan for each run."""
             loads = []
-            for (name, size), (weights, numbers) in zip(runs, layers, strict=True):
-
-                def step(x, own, name=name):
-                    return layer(name, x, *own)
-
-                x, own_loads = jax.lax.scan(step, x, (weights, numbers), unroll=min(unroll, size))
+            for (name, size), own in zip(runs, layers, strict=True):
+                x, own_loads = jax.lax.scan(functools.partial(layer, name), x, own, unroll=min(unroll, size))
                 loads.append(own_loads)
             return x, loads
 
-        x = constrain_sharding(embed(config, self.embed[...], tokens), ROWS)
-        own = {name: iter(_split_runs(config, weights, name)) for name, (_, weights) in split.items()}
-        layers = [
-            (next(own[name]), numbers) for (name, _), numbers in zip(runs, _split_runs(config, varying), strict=True)
-        ]
         x, loads = period(x, layers) if num_periods == 1 else jax.lax.scan(period, x, layers)
-        loads = jax.tree.map(lambda *each: jnp.mean(jnp.concatenate([x.ravel() for x in each])), *loads)
-        return normalize(config, x, self.norm[...].astype(config.dtype)), loads
+        return x, jax.tree.map(lambda *each: jnp.mean(jnp.concatenate([load.ravel() for load in each])), *loads)
+
+
+class _PackedRows:
+    """Packed rows of sequences, in which the tokens of a layer attend to each other.
+
+    Args:
+      config: Model configuration.
+      positions: Position of each token in its sequence, [B, T].
+      segment_ids: Segment of each token, [B, T]. 0 marks padding.
+    """
+
+    def __init__(self, config: ModelConfig, positions: jax.Array, segment_ids: jax.Array):
+        self._config, self._positions, self._segment_ids = config, positions, segment_ids
+        self._rotations = make_rotations(config, positions)
+
+    def run_layer(self, layer: Layer, kind: LayerKind, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Applies a layer to the residual stream [B, T, D]. Returns the new stream and statistics of the router."""
+        config, statistics = self._config, {}
+
+        def select(routing):
+            routing = without_experts(config, routing, self._segment_ids == 0)
+            statistics["expert_load"] = expert_load(config, routing.experts)
+            return routing
+
+        attend = self._attend_linearly if "conv" in layer else functools.partial(self._attend, kind.window)
+        x = run_layer(config, layer, x, select_rotation(self._rotations, kind.rope), attend, select)
+        return constrain_sharding(x, ROWS), statistics
+
+    def _attend(self, window, q, k, v):
+        kernel, longest = self._config.attention, self._config.max_sequence_tokens
+        return packed_attention(q, k, v, self._segment_ids, kernel, longest, self._positions, window)
+
+    def _attend_linearly(self, inputs):
+        return packed_linear_attention(self._config, inputs, make_segments(self._segment_ids).first)
+
+
+def _common_and_varying(kinds: Sequence[LayerKind]) -> tuple[LayerKind, dict[str, Int[Array, " L"]]]:
+    """Returns the numbers of the first layer, and the numbers in which L layers differ.
+
+    Only the latter are scanned. The others are constants of the compiled program.
+    """
+    columns = zip(LayerKind._fields, zip(*kinds, strict=True), strict=True)
+    return kinds[0], {name: jnp.asarray(column, jnp.int32) for name, column in columns if len(set(column)) > 1}
 
 
 def _split_runs(config: ModelConfig, tree: Any, stack: str = "") -> list[Any]:
