@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sglang_servers import ROOT, free_port
+from reserved_ports import reserve_port
+from sglang_servers import ROOT
 from training_runs import SETTINGS, as_flags, environment
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ def test_an_invalid_mesh(tmp_path):
 
 def test_two_processes(tmp_path):
     """Both processes check collectives and the checkpoint, and only the first one prints the table."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{reserve_port()}"
     hosts = {"hosts__coordinator_address": address, "hosts__num_processes": 2, "mesh__fsdp": 2}
     processes = [start(tmp_path, "--short", hosts__process_id=index, **hosts) for index in range(2)]
     (first_code, first), (second_code, second) = map(end, processes)

@@ -23,7 +23,8 @@ import jax
 import numpy as np
 import pytest
 from fakes import PATIENCE
-from sglang_servers import ROOT, descendants, free_port, require_sglang
+from reserved_ports import reserve_port
+from sglang_servers import ROOT, descendants, require_sglang
 from training_runs import rows_of
 from transformers import AutoTokenizer
 from user_packages import user_variables
@@ -221,15 +222,12 @@ def trial(tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def ports() -> dict[str, str]:
-    return {"PORT": str(_free_ports())}
+    return {"PORT": str(_first_port())}
 
 
-def _free_ports() -> int:
-    """Returns a port for the first policy server such that the ports of all servers are free."""
-    while True:
-        port = free_port()
-        if port + 10 < 65536 and not any(map(_is_open, (port + 1, port + 2, port + 10))):
-            return port
+def _first_port() -> int:
+    """Reserves the ports of up to three policy servers and a judge, and returns the first one."""
+    return reserve_port(1, 2, 10)
 
 
 def _is_open(port: int) -> bool:
@@ -484,9 +482,9 @@ def test_a_server_that_exits_during_training(trial, ports, name):
 
 
 def test_a_port_in_use_is_reported_before_processes_start(trial):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = trial.start(**CPU, PORT=str(port - 10))
+    first = _first_port()
+    with socket.create_server(("127.0.0.1", port := first + 10)):
+        process = trial.start(**CPU, PORT=str(first))
         assert trial.end(process) == 1
     assert trial.output().startswith(f"Error: port {port} is in use; ") and trial.output().count("\n") == 1
     assert not (trial.folder / "runs").exists()
@@ -550,7 +548,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     }
     flags = [f"--config.{key}={value}" for key, value in settings.items()]
     models = {"DEVICE": "cpu", "POLICY": str(small_qwen), "JUDGE": str(small_qwen)} | user_variables()
-    port = {} if not _is_open(POLICY) and not _is_open(JUDGE) else {"PORT": str(_free_ports())}
+    port = {} if not _is_open(POLICY) and not _is_open(JUDGE) else {"PORT": str(_first_port())}
     process = node.start(*flags, "--config.train.num_steps=3", **models, **port)
     node.wait(process, lambda: "Done: " in node.output(), 1200)
     assert node.end(process, 60) == 0, node.output()
@@ -574,7 +572,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
 
 def test_a_folder_without_a_model(small_qwen, node, tmp_path):
     """The error message quotes the log of SGLang, and the judge server is stopped during its startup."""
-    port = {"PORT": str(_free_ports())}
+    port = {"PORT": str(_first_port())}
     process = node.start(DEVICE="cpu", POLICY=str(tmp_path), JUDGE=str(small_qwen), **port)
     assert node.end(process, 120) == 1
     (line,) = [line for line in node.output().splitlines() if line.startswith("Error")]

@@ -1,12 +1,12 @@
 """Tests that the first process listens only on the coordinator address if it is a local address."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from reserved_ports import reserve_port
 
 from poly_epo_jax.parallel.hosts import _bind_address
 
@@ -27,10 +27,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_loopback_coordinator_listens_on_loopback_only(host: str):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-c", LISTEN, f"{host}:{port}"]
+    command = [sys.executable, "-c", LISTEN, f"{host}:{reserve_port()}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, cwd=Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from sglang_servers import free_port
+from reserved_ports import reserve_port
 from training_runs import Run, rows_of
 
 from poly_epo_jax.parallel import hosts
@@ -66,16 +66,16 @@ def eventful(single: Run) -> tuple[Run, list[str]]:
         return run_of(single, "eventful", count, **changes)
 
     preempted = by(4, **{"mesh.data": 2, "mesh.fsdp": 2})
-    assert preempted.stop(5, 0.0, signal.SIGTERM, index=1) == [128 + signal.SIGTERM] * 4
+    assert preempted.stop("push 5", signal.SIGTERM, index=1) == [128 + signal.SIGTERM] * 4
     found = re.search(r"SIGTERM: Saved after step (\d+)\. Rerun the command", preempted.log())
     assert found and preempted.checkpoints()[-1] == int(found[1]) == preempted.logged_steps()[-1]
     # Only the first process logs.
     assert "step" in preempted.log(0) and all("step" not in preempted.log(index) for index in range(1, 4))
 
     survivor_logs = []
-    for killed, step in ((1, 7), (0, 2 * CHECKPOINT_EVERY)):
+    for killed, at in ((1, "push 7"), (0, f"commit {2 * CHECKPOINT_EVERY}")):
         pair = by(2)
-        codes = pair.stop(step, 0.0, signal.SIGKILL, index=killed)
+        codes = pair.stop(at, signal.SIGKILL, index=killed)
         assert codes[killed] == -signal.SIGKILL and codes[1 - killed] != 0
         survivor_logs.append(pair.log(1 - killed, until="from the last checkpoint."))
     ended = by(2)
@@ -166,7 +166,7 @@ def run_two_processes(script: str, devices: int = 1, code: int = 0) -> list[list
       devices: Number of devices per process.
       code: Expected exit status.
     """
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"127.0.0.1:{reserve_port()}"
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator, "XLA_FLAGS": flags}
     processes = [

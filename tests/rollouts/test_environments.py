@@ -1,14 +1,16 @@
 """Tests environments that raise, hang, or return invalid values: counted, never rewarded, and closed once."""
 
 import asyncio
-import time
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from episodes import MAX_TOKENS, PROBLEMS, ByHash, N, Sums, SumTask, graded, play
-from fakes import collect, unchecked
+from fakes import PATIENCE, collect, unchecked
+from simulated_time import SimulatedTime
 
+from poly_epo_jax.rollouts import environments
 from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
@@ -56,14 +58,6 @@ def raises(error: BaseException) -> Callable[[], None]:
     return fault
 
 
-async def answer_late() -> str:
-    try:
-        await asyncio.sleep(60)
-    except asyncio.CancelledError:
-        return "?1"  # An answer after the deadline.
-    return ""
-
-
 FAULTS = [
     (raises(EpisodeFailure("the game server has stopped")), "failed", "the game server has stopped"),
     (raises(KeyError("x")), "raised", "KeyError: 'x'"),
@@ -88,20 +82,38 @@ def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fa
     assert [len(one.rewards) for one in graded([a, b, c], task)] == [N, 0, N]
 
 
-@pytest.mark.parametrize(("method", "hang"), [("reply", answer_late), ("close", answer_late)])
-def test_an_environment_that_hangs_exceeds_its_deadline(method: str, hang: Any):
-    task = Faulty(method, hang)
-    _, b, _ = play(task, timeout=0.2)
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+    return SimulatedTime(monkeypatch, environments)
+
+
+@pytest.mark.parametrize("method", ["reply", "close"])
+def test_an_environment_that_hangs_exceeds_its_deadline(time: SimulatedTime, method: str):
+    async def answer_late() -> str:
+        time.expire()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "?1"  # An answer after the deadline.
+
+    task = Faulty(method, answer_late)
+    a, b, c = play(task, timeout=0.2)
     assert b.failure is not None and b.failure.kind == "late"
     assert "rollouts.turn_timeout_seconds=0.2" in b.failure.reason
+    assert time.expired == [0.2] * N * MAX_ATTEMPTS
+    assert a.failure is None and c.failure is None
 
 
-def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer():
-    task = Faulty("reply", lambda: time.sleep(0.15), times=1)
-    start = time.monotonic()
-    play(task, timeout=0.05)
-    assert time.monotonic() - start < 10
-    assert max(task.starts.values()) > 1
+def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: SimulatedTime):
+    trainer_continued = []
+
+    def block() -> None:
+        trainer_continued.append(time.expire().wait(PATIENCE))
+
+    task = Faulty("reply", block, times=1)
+    groups = play(task)
+    assert trainer_continued == [True] * N
+    assert sorted(task.starts.values()) == [1] * 2 * N + [2] * N
+    assert all(group.failure is None for group in groups)
 
 
 @pytest.mark.parametrize("method", ["start", "reply", "close"])

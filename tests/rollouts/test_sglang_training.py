@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from sglang_servers import ROOT, SGLangServer, free_port, require_sglang, require_torch, running
+from reserved_ports import reserve_port
+from sglang_servers import ROOT, SGLangServer, require_sglang, require_torch, running
 from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import BaseSection, TaskSection
@@ -36,7 +37,7 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
     command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
     command += as_flags(SMALL | {"workdir": folder} | settings)
     packages = ["networkx"] if torch else []  # Required by torch.
-    coordinator, processes = f"127.0.0.1:{free_port()}", []
+    coordinator, processes = f"127.0.0.1:{reserve_port()}", []
     for index in range(count):
         hosts = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if count > 1 else {}
         processes.append(

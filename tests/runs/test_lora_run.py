@@ -54,7 +54,7 @@ def test_the_adapter_trains(uninterrupted: Run):
 
 def test_a_killed_and_resumed_run_writes_the_same_bytes(uninterrupted: Run):
     interrupted = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes)
-    assert interrupted.stop(7, 0.0, signal.SIGKILL) == [-signal.SIGKILL]
+    assert interrupted.stop("push 7", signal.SIGKILL) == [-signal.SIGKILL]
     assert interrupted.checkpoints() == [5]
     interrupted.finish()
     for name in ("metrics.jsonl", "generations.jsonl"):

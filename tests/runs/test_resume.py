@@ -37,15 +37,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Pa
 def interrupted(uninterrupted: Run) -> Run:
     """Killed three times, once while a checkpoint is written, then stopped with SIGTERM, then finished."""
     run = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes)
-    rng = np.random.default_rng(0)
-    one_step = float(np.median([row["seconds/step"] for row in read_rows(uninterrupted.folder / "timing.jsonl")[2:]]))
+    assert run.stop("update 4", signal.SIGKILL) == [-signal.SIGKILL]
+    assert run.stop(f"commit {2 * CHECKPOINT_EVERY}", signal.SIGKILL) == [-signal.SIGKILL]
+    assert run.checkpoints() == [CHECKPOINT_EVERY] and run.logged_steps()[-1] == 2 * CHECKPOINT_EVERY
+    assert run.stop("push 14", signal.SIGKILL) == [-signal.SIGKILL]
 
-    assert run.stop(3, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
-    assert run.stop(2 * CHECKPOINT_EVERY, rng.uniform(0, one_step / 2), signal.SIGKILL) == [-signal.SIGKILL]
-    assert run.checkpoints(), "the next start requires a checkpoint"
-    assert run.stop(14, rng.uniform(0, 2 * one_step), signal.SIGKILL) == [-signal.SIGKILL]
-
-    assert run.stop(17, rng.uniform(0, 2 * one_step), signal.SIGTERM) == [128 + signal.SIGTERM]
+    assert run.stop("update 18", signal.SIGTERM) == [128 + signal.SIGTERM]
     (message,) = [line for line in run.log().splitlines() if line.startswith("SIGTERM")]
     assert message == f"SIGTERM: Saved after step {run.checkpoints()[-1]}. Rerun the command to resume."
     assert run.logged_steps() == list(range(run.checkpoints()[-1] + 1))

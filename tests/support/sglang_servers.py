@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 import httpx
 import pytest
+from reserved_ports import reserve_port
 
 ROOT = Path(__file__).parents[2]
 SGLANG = ROOT / "third_party" / "sglang"
@@ -41,13 +41,6 @@ def require_torch() -> str:
     return os.path.join(sys.prefix, "torch")
 
 
-def free_port() -> int:
-    """Returns a free TCP port on 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class SGLangServer:
     """A server of the model in a folder.
 
@@ -58,7 +51,7 @@ class SGLangServer:
     """
 
     def __init__(self, model: Path, log: Path, *flags: str):
-        self.port = free_port()
+        self.port = reserve_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         self._command = ["bash", str(SGLANG / "serve.sh"), "cpu", str(model), str(self.port), *flags]
@@ -151,7 +144,7 @@ class Router(SGLangServer):
         python = str(SGLANG / "env-cpu" / "bin" / "python")
         self._command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(self.port)]
         self._command += ["--worker-urls", *(server.url for server in servers), "--policy", "round_robin"]
-        self._command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        self._command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(reserve_port())]
 
     def workers(self) -> set[str]:
         """Returns the URLs of the workers that the router lists."""

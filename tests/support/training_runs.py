@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import halting
 from fakes import PATIENCE
-from sglang_servers import free_port
+from halting import HaltPoint
+from reserved_ports import reserve_port
 from user_packages import user_variables
 
 from poly_epo_jax.config.keys import ModelSection
@@ -69,14 +71,16 @@ class Run:
         """`changes` include `caches`, so that all runs of the session share base policies and compiled programs."""
         self.folder, self.count, self._logs = root / name, count, [root / f"{name}-{i}.log" for i in range(count)]
         self.changes = dict(changes)
-        flags = as_flags(SETTINGS | self.changes | {"workdir": self.folder})
-        self._command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py", *flags]
+        self._flags = as_flags(SETTINGS | self.changes | {"workdir": self.folder})
         self._environment = environment()
 
-    def start(self) -> list[subprocess.Popen[bytes]]:
-        coordinator = f"127.0.0.1:{free_port()}"
+    def start(self, halt: HaltPoint | None = None, halted: int = 0) -> list[subprocess.Popen[bytes]]:
+        """Starts all processes. If `halt` is not None, the process with the index `halted` waits there."""
+        coordinator = f"127.0.0.1:{reserve_port()}"
         # By default, the coordinator of JAX listens on every interface.
         environment = self._environment | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator}
+        command = [sys.executable, "-m", "poly_epo_jax.main"]
+        command += [f"--config={halting.FILE if halt else 'configs/polynomial.py'}", *self._flags]
         processes = []
         for index, log in enumerate(self._logs):
             hosts = (
@@ -87,9 +91,9 @@ class Run:
             with log.open("ab") as file:
                 processes.append(
                     subprocess.Popen(
-                        self._command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
+                        command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
                         cwd=Path(__file__).parents[2],
-                        env=environment,
+                        env=environment | (halt.variables if halt and index == halted else {}),
                         stdout=file,
                         stderr=subprocess.STDOUT,
                     )
@@ -101,30 +105,27 @@ class Run:
         processes = self.start()
         try:
             for index, process in enumerate(processes):
-                assert process.wait(timeout=300) == 0, self.log(index)
+                assert process.wait(timeout=halting.SECONDS) == 0, self.log(index)
         finally:
             _kill(processes)
 
-    def stop(self, step: int, delay: float, number: signal.Signals, index: int = 0) -> list[int]:
+    def stop(self, at: str, number: signal.Signals, index: int = 0) -> list[int]:
         """Starts the run and sends a signal to one of its processes.
 
         Args:
-          step: The signal is sent after the row of this step was written.
-          delay: Delay after the row, in seconds.
+          at: Point at which the process waits for the signal, see `halting.POINTS`.
           number: The signal.
           index: The process that receives the signal.
 
         Returns:
           The exit codes of all processes.
         """
-        processes = self.start()
+        halt = HaltPoint(self.folder.with_name(f"{self.folder.name}.halted"), at)
+        processes = self.start(halt, index)
         try:
-            while len(self.logged_steps()) <= step:
-                assert all(process.poll() is None for process in processes), self.log()
-                time.sleep(0.002)
-            time.sleep(delay)
+            halt.wait(*processes, log=lambda: self._logs[index].read_text())
             processes[index].send_signal(number)
-            return [process.wait(timeout=300) for process in processes]
+            return [process.wait(timeout=halting.SECONDS) for process in processes]
         finally:
             _kill(processes)
 

@@ -25,7 +25,7 @@ from fakes import (
     trainer_logprobs,
     until,
 )
-from sglang_servers import free_port
+from reserved_ports import reserve_port
 from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import ConfigError
@@ -328,7 +328,7 @@ def test_the_grpc_server_of_jetstream_answers_a_client(embedded):
     config = jetstream.config_lib.ServerConfig(
         interleaved_slices=("cpu=8",), interleaved_engine_create_fns=(lambda devices: engine,)
     )
-    port, message = free_port(), jetstream.jetstream_pb2.DecodeRequest
+    port, message = reserve_port(), jetstream.jetstream_pb2.DecodeRequest
     server = jetstream.server_lib.run(port=port, config=config, devices=jetstream.server_lib.get_devices())
     (expected,) = generate(embedded, PROBLEMS[-1:], 1, temperature=0.0, max_tokens=6)
     try:
