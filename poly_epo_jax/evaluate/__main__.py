@@ -176,7 +176,7 @@ def _table(results: Sequence[dict[str, Any]], num_generations: int) -> Table:
       num_generations: Number of generations per problem.
     """
     title = f"{results[0]['benchmark']}: {results[0]['num_problems']} problems, {num_generations} generations each"
-    table = Table("metric", "model", "mean", title=title)
+    table = Table("metric", "model", "mean [95% interval]", title=title)
     for name, metric in table_columns((name for one in results for name in one["metrics"]), "evaluate").items():
         for one in results:
             if name in one["metrics"]:
