@@ -81,7 +81,7 @@ def plot_pass_at_k(
 
 
 def _draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
-    draw_pass_at_k(axes, curve(results, PASS), figures.MARKED | style)
+    draw_pass_at_k(axes, curve(results, PASS), {**figures.MARKED, **style})
 
 
 def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
