@@ -31,7 +31,8 @@ from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.config.checks import validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.machines import MESHES
-from poly_epo_jax.memory_plan.tables import plan_of, print_plan, print_plans
+from poly_epo_jax.memory_plan.plan import plan_of
+from poly_epo_jax.memory_plan.tables import print_plan, print_plans
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh

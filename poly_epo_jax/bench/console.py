@@ -13,9 +13,7 @@ from poly_epo_jax.system.json_files import write_json
 
 def wide_console() -> Console:
     """Returns a console of at least 100 characters, even if the output is a file."""
-    console = Console()
-    console.width = max(console.width, 100)
-    return console
+    return Console(width=max(Console().width, 100))
 
 
 def console_table(left: Sequence[str], right: Sequence[str]) -> Table:

@@ -8,12 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Sizes at which the matmul is limited by arithmetic and the copy by memory bandwidth.
-MATRIX_SIZES = {"cpu": 2048}
-ACCELERATOR_MATRIX_SIZE = 8192
-COPY_BYTES = {"cpu": 2**28}
-ACCELERATOR_COPY_BYTES = 2**32
-
 
 class Roofline(NamedTuple):
     """Peak rates of one device.
@@ -32,12 +26,11 @@ def measure_roofline(dtype: str) -> Roofline:
 
     Both run on the first device.
     """
-    platform = jax.devices()[0].platform
-    size = MATRIX_SIZES.get(platform, ACCELERATOR_MATRIX_SIZE)
+    # Sizes at which the matmul is limited by arithmetic and the copy by memory bandwidth.
+    size, num_bytes = (2048, 2**28) if jax.devices()[0].platform == "cpu" else (8192, 2**32)
     # The values are random, because some devices multiply zeros faster.
     matrices = [jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1)]
     multiply = jax.jit(jnp.matmul)
-    num_bytes = COPY_BYTES.get(platform, ACCELERATOR_COPY_BYTES)
     values = jnp.ones(num_bytes // 4, jnp.float32)
     # The array is scaled in place, because the time of memory allocation should not be measured.
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -100,10 +99,7 @@ def time_stages(config: Config, model_config: ModelConfig, mesh: Mesh, workload:
     sampler = SAMPLERS[config.rollouts.name]
     if sampler.has_slots:
         yield _generate(config, model_config, mesh, params, workload)
-    update = _Update(config, model, mesh, params, workload)
-    yield update.logprobs()
-    yield update.gradient()
-    yield update.optimizer()
+    yield from _update_stages(config, model, mesh, params, workload)
     if sampler.needs_urls and config.rollouts.weight_sync == "disk":
         yield _write_weights(config, model_config, params)
 
@@ -161,91 +157,69 @@ def _decoding_cost(
     return work, cached + float(lengths.sum()) / num_slots * flops.total_weights(model_config) * value_bytes
 
 
-class _Update:
-    """The three compiled programs of an update, measured on one microbatch that represents all microbatches."""
+def _update_stages(
+    config: Config, model: Transformer, mesh: Mesh, params: Params, workload: Workload
+) -> Iterator[Stage]:
+    """Measures the three programs of an update on one microbatch that represents all microbatches.
 
-    def __init__(self, config: Config, model: Transformer, mesh: Mesh, params: Params, workload: Workload):
-        self._runs, self._num_devices, batch = workload.runs, mesh.size, workload.minibatches[0][0]
-        update = make_update(config, model, mesh)
-        self._programs: dict[str, tuple[Any, float]] = {}
-        for name, lowered in update.lower(*batch.tokens.shape).items():
-            start = time.perf_counter()
-            self._programs[name] = lowered.compile(), time.perf_counter() - start
-        self._state = update.init(params)
-        self._gradients = update.zero_gradients(self._state)
-        self._batch = update.place(batch)
-        self._weight_bytes, self._moment_bytes = _bytes(self._state.params), _bytes(self._state.opt_state)
-        self._trained_bytes = _bytes(self._state.trainable)
-        reference = self._state.trainable if config.lora.rank else self._state.params
-        self._reference_bytes = workload.has_reference * _bytes(reference)
-        self._passes = gradient_passes(config, model.config)
-        self._tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
-        self._forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
+    `logprobs` computes old and reference log-probabilities. The old log-probabilities of the first minibatch are not
+    computed: it is trained on with the policy that generated it, so its probability ratios are 1.
+    """
+    runs, batch = workload.runs, workload.minibatches[0][0]
+    update = make_update(config, model, mesh)
+    programs: dict[str, tuple[Any, float]] = {}
+    for name, lowered in update.lower(*batch.tokens.shape).items():
+        start = time.perf_counter()
+        programs[name] = lowered.compile(), time.perf_counter() - start
+    state = update.init(params)
+    gradients, batch = update.zero_gradients(state), update.place(batch)
+    weight_bytes, moment_bytes, trained_bytes = map(_bytes, (state.params, state.opt_state, state.trainable))
+    reference_bytes = workload.has_reference * _bytes(state.trainable if config.lora.rank else state.params)
+    tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
+    forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
 
-    def logprobs(self) -> Stage:
-        """Measures the forward passes that compute old and reference log-probabilities.
-
-        The old log-probabilities of the first minibatch are not computed: it is trained on with the policy that
-        generated it, so its probability ratios are 1.
-        """
-        times = self._runs["logprobs"]
-        fraction = times / self._runs["gradient"]
-
-        def run() -> Any:
-            return self._programs["logprobs"][0](self._state.params, self._batch)
-
-        moved = times * self._weight_bytes
-        return self._stage("logprobs", run, int(self._tokens * fraction), self._forward * fraction, moved)
-
-    def gradient(self) -> Stage:
-        """Measures the gradients of all microbatches.
-
-        The forward and backward passes each read the weights. The gradient sums are read and written.
-        """
-
-        def run() -> Any:
-            weights = self._state.trainable, self._state.frozen
-            self._gradients, metrics = self._programs["gradient"][0](*weights, self._gradients, self._batch)
-            return metrics
-
-        moved = self._runs["gradient"] * 2 * (self._weight_bytes + self._trained_bytes)
-        return self._stage("gradient", run, self._tokens, self._passes * self._forward, moved)
-
-    def optimizer(self) -> Stage:
-        """Measures the optimizer updates, which read and write trained weights and moments, and read gradients."""
-
-        def run() -> Any:
-            self._state, metrics = self._programs["optimizer"][0](self._state, self._gradients)
-            return metrics
-
-        moved = self._runs["optimizer"] * (3 * self._trained_bytes + 2 * self._moment_bytes)
-        return self._stage("optimizer", run, self._tokens, 0.0, moved)
-
-    def _stage(self, name: str, run: Callable[[], Any], tokens: int, work: float, moved: int) -> Stage:
-        compiled, compile_seconds = self._programs[name]
-        seconds = first_and_median_seconds(run)[1] * self._runs[name]
+    def stage(name: str, run: Callable[[], Any], tokens: int, work: float, moved: int) -> Stage:
+        compiled, compile_seconds = programs[name]
+        seconds = first_and_median_seconds(run)[1] * runs[name]
         # The arguments of the optimizer include the moments. During the other programs, the moments occupy memory.
-        held = _program_bytes(compiled) + self._reference_bytes + (0 if name == "optimizer" else self._moment_bytes)
-        return Stage(name, seconds, tokens, work, moved * self._num_devices, compile_seconds, held)
+        held = _program_bytes(compiled) + reference_bytes + (0 if name == "optimizer" else moment_bytes)
+        return Stage(name, seconds, tokens, work, runs[name] * moved * mesh.size, compile_seconds, held)
+
+    def logprobs() -> Any:
+        return programs["logprobs"][0](state.params, batch)
+
+    def gradient() -> Any:
+        nonlocal gradients
+        gradients, metrics = programs["gradient"][0](state.trainable, state.frozen, gradients, batch)
+        return metrics
+
+    def optimizer() -> Any:
+        nonlocal state
+        state, metrics = programs["optimizer"][0](state, gradients)
+        return metrics
+
+    fraction = runs["logprobs"] / runs["gradient"]
+    yield stage("logprobs", logprobs, int(tokens * fraction), forward * fraction, weight_bytes)
+    # The forward and backward passes each read the weights. The gradient sums are read and written.
+    work = gradient_passes(config, model.config) * forward
+    yield stage("gradient", gradient, tokens, work, 2 * (weight_bytes + trained_bytes))
+    # Trained weights and moments are read and written, and gradients are read.
+    yield stage("optimizer", optimizer, tokens, 0.0, 3 * trained_bytes + 2 * moment_bytes)
 
 
 def _write_weights(config: Config, model_config: ModelConfig, params: Params) -> Stage:
     """Measures writing the weights to rollouts.weights_dir. The time in which servers load them is not included."""
     folder = Path(config.rollouts.weights_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=folder))
-    sync = DiskSync(folder, "bench", model_config, config.rollouts.weights_dtype)
-    try:
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as name:
+        sync = DiskSync(Path(name), "bench", model_config, config.rollouts.weights_dtype)
 
         def write() -> None:
             sync.prepare(params, "bench")
             sync.close()  # Removes the files, like a run, so that the disk does not fill up.
 
         first, seconds = first_and_median_seconds(write, repeats=2)
-        num_bytes = flops.total_weights(model_config) * np.dtype(config.rollouts.weights_dtype).itemsize
-    finally:
-        sync.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    num_bytes = flops.total_weights(model_config) * np.dtype(config.rollouts.weights_dtype).itemsize
     return Stage("write weights", seconds, 0, 0.0, num_bytes, max(first - seconds, 0.0), _bytes(params))
 
 

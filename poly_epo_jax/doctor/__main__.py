@@ -20,7 +20,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -29,12 +28,11 @@ from rich.table import Table
 
 from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config
+from poly_epo_jax.doctor.agreement import check_decoding
 from poly_epo_jax.doctor.collectives import check_collectives
-from poly_epo_jax.doctor.decoding import check_decoding
-from poly_epo_jax.doctor.machine import check_checkpoint, check_devices, check_kernel
+from poly_epo_jax.doctor.machine import check_checkpoint, check_devices, check_kernel, check_step
 from poly_epo_jax.doctor.runner import CheckResult, CheckRunner, DoctorCheck, Finding, RunContext
 from poly_epo_jax.doctor.servers import check_generations, check_judge, check_weights
-from poly_epo_jax.doctor.step import check_step
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable, prepare, use_compilation_cache
@@ -103,32 +101,33 @@ CHECKS = (
 )
 
 
-def run(config: Config, is_short: bool, output: Path | None) -> None:
+def run(config: Config, flags: argparse.Namespace) -> None:
     """Runs the checks, prints the table, and exits with status 1 if a check failed.
 
     Args:
       config: Configuration of the run.
-      is_short: Whether only the checks of the short form run.
-      output: JSON file to which the findings are written. If None, no file is written.
+      flags: Parsed command-line flags of this command.
 
     Raises:
       ValueError: If the processes cannot connect to each other.
-      OSError: If `output` cannot be written.
+      OSError: If the output file cannot be written.
       SystemExit: If a check failed.
     """
+    if flags.output:
+        check_writable("--output", flags.output.parent)
     hosts.join(config.hosts)
     use_compilation_cache(config)
     console, findings = Console(), list[Finding]()
     runner = CheckRunner(RunContext(config), TIMEOUT_SECONDS)
-    checks = [check for check in CHECKS if check.when in ("both", "short" if is_short else "full")]
+    checks = [check for check in CHECKS if check.when in ("both", "short" if flags.short else "full")]
     with console.status("") as status:
         for number, check in enumerate(checks, start=1):
             status.update(f"doctor: {check.name} ({number} of {len(checks)})")
             findings += runner.findings(check)
     if runner.is_reporter:
         show_findings(findings, console)
-        if output is not None:
-            write_figures(output, list(map(dataclasses.asdict, findings)), console)
+        if flags.output:
+            write_figures(flags.output, list(map(dataclasses.asdict, findings)), console)
     sys.stdout.flush()
     failed = [one.name for one in findings if one.status == "failed"]
     if failed and runner.is_reporter:
@@ -139,12 +138,6 @@ def run(config: Config, is_short: bool, output: Path | None) -> None:
         sys.exit(1)
 
 
-def _run(config: Config, flags: argparse.Namespace) -> None:
-    if flags.output:
-        check_writable("--output", flags.output.parent)
-    run(config, flags.short, flags.output)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
@@ -152,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=user_path, metavar="FILE", help="write the table as JSON to this file")
     # Exiting normally removes temporary folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    return run_command(parser, arguments, _run, hosts.HostError)
+    return run_command(parser, arguments, run, hosts.HostError)
 
 
 if __name__ == "__main__":

@@ -124,9 +124,6 @@ class DoctorCheck:
     when: Literal["both", "short", "full"] = "both"
 
 
-WITHOUT_MESH = "this check requires the mesh, which cannot be created"
-
-
 class CheckRunner:
     """Runs the checks of one run.
 
@@ -163,17 +160,15 @@ class CheckRunner:
             found = [Finding(check.name, "skipped", reason)]
         elif seconds <= 0:
             found = [Finding(check.name, "skipped", "no time was left; run the doctor on an idle machine")]
-        elif not has_mesh:
-            found = [Finding(check.name, "skipped", WITHOUT_MESH)]
         else:
-            found = await self._run_with_timeout(check, seconds)
+            found = await self._run_with_timeout(check, seconds, has_mesh)
         spent = time.monotonic() - started
         return [dataclasses.replace(one, seconds=spent / len(found)) for one in found]
 
-    async def _run_with_timeout(self, check: DoctorCheck, seconds: float) -> list[Finding]:
+    async def _run_with_timeout(self, check: DoctorCheck, seconds: float, has_mesh: bool) -> list[Finding]:
         try:
             async with asyncio.timeout(seconds):
-                return await in_daemon_thread(lambda: _run_check(check, self._run))
+                return await in_daemon_thread(lambda: _run_check(check, self._run, has_mesh))
         except TimeoutError:
             self.timed_out.append(check)
         found = Finding(
@@ -186,10 +181,10 @@ class CheckRunner:
         return [found]
 
 
-def _run_check(check: DoctorCheck, run: RunContext) -> list[Finding]:
+def _run_check(check: DoctorCheck, run: RunContext, has_mesh: bool) -> list[Finding]:
     try:
-        if check.needs_mesh and not _has_mesh(run):
-            raise Skipped(WITHOUT_MESH)
+        if not has_mesh or (check.needs_mesh and not _has_mesh(run)):
+            raise Skipped("this check requires the mesh, which cannot be created")
         found = check.run(run)
     except Skipped as error:
         return [Finding(check.name, "skipped", str(error))]

@@ -46,7 +46,7 @@ from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
 from poly_epo_jax.judges.capacity import warn_capacity
 from poly_epo_jax.metrics.evaluation import table_columns
-from poly_epo_jax.metrics.intervals import Interval, interval_text
+from poly_epo_jax.metrics.intervals import interval_text
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
@@ -176,12 +176,11 @@ def _table(results: Sequence[dict[str, Any]], num_generations: int) -> Table:
       num_generations: Number of generations per problem.
     """
     title = f"{results[0]['benchmark']}: {results[0]['num_problems']} problems, {num_generations} generations each"
-    table = Table("metric", "model", "mean", title=title)
+    table = Table("metric", "model", "mean [95% interval]", title=title)
     for name, metric in table_columns((name for one in results for name in one["metrics"]), "evaluate").items():
         for one in results:
             if name in one["metrics"]:
-                interval = Interval.read(one["metrics"][name])
-                table.add_row(metric.title, one["model"], interval_text(interval, metric.digits))
+                table.add_row(metric.title, one["model"], interval_text(one["metrics"][name], metric.digits))
         table.add_section()
     return table
 

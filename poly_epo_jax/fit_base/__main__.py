@@ -23,19 +23,22 @@ from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.system.user_path import user_path
 
 
-def fit_base(config: Config, folder: Path) -> None:
-    """Fits the base policy of a configuration, unless it is cached, and copies it to a folder.
+def fit_base(config: Config, flags: argparse.Namespace) -> None:
+    """Fits the base policy of a configuration, unless it is cached, and copies it to the folder of --output.
 
     Args:
       config: The configuration. Its `model.path` is empty.
-      folder: The folder to create. Can exist if it contains this policy.
+      flags: Parsed command-line flags of this command. The folder can exist if it contains this policy.
 
     Raises:
-      ConfigError: If the configuration has a `model.path`, if `folder` contains something else, or if it cannot be
-        written to.
+      ConfigError: If --output is missing, if the configuration has a `model.path`, if the folder contains something
+        else, or if it cannot be written to.
       ValueError: If the task has no demonstrations, or if the mesh does not fit the policy.
       DivergenceError: If the fit diverges.
     """
+    folder = flags.output
+    if folder is None:
+        raise ConfigError("--output is missing; set it to the folder to create, such as --output=runs/models/base.")
     if config.model.path:
         raise ConfigError(f"model.path={config.model.path} is a complete policy; set --config.model.path= to fit one.")
     for key, path in {"--output": folder.parent, "base.cache_dir": Path(config.base.cache_dir)}.items():
@@ -57,17 +60,11 @@ def _copy(cached: Path, folder: Path) -> None:
     partial.rename(folder)  # a folder with the final name is always complete
 
 
-def _run(config: Config, flags: argparse.Namespace) -> None:
-    if flags.output is None:
-        raise ConfigError("--output is missing; set it to the folder to create, such as --output=runs/models/base.")
-    fit_base(config, flags.output)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fits a base policy as specified by the command line (`sys.argv` if None), and returns the exit code."""
     parser = config_parser(__doc__)
     parser.add_argument("--output", type=user_path, metavar="FOLDER", help="Hugging Face folder to create")
-    return run_command(parser, arguments, _run, DivergenceError)
+    return run_command(parser, arguments, fit_base, DivergenceError)
 
 
 if __name__ == "__main__":

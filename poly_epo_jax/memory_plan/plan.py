@@ -8,16 +8,21 @@ the process itself also needs memory.
 
 import bisect
 import dataclasses
+import os
 from collections.abc import Mapping
+
+import jax
 
 from poly_epo_jax.config.keys import Config, max_draws, max_sequence_tokens
 from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_bytes
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
-from poly_epo_jax.parallel.devices import Machine
+from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name, find_devices
+from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device
+from poly_epo_jax.system.limits import memory_limit
 
 MEMORY_HEADROOM = 0.1
 """Fraction of the memory that an automatic choice leaves free. Plans are within 10% of compiled programs."""
@@ -73,6 +78,52 @@ class Plan:
     def fits(self) -> bool:
         """True if the device has enough memory, or if its memory is unknown."""
         return self.memory_bytes is None or self.needed_bytes <= self.memory_bytes
+
+
+def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
+    """Plans a configuration on the machine of `config.mesh` or, if it is not specified, on the local devices.
+
+    Args:
+      config: The configuration.
+      model_config: The model configuration. If its `remat` is AUTO, the plan resolves it.
+
+    Returns:
+      The plan, and the maximum number of rows per device that fit.
+
+    Raises:
+      ConfigError: If the mesh does not fit the devices or the model.
+    """
+    machine, memory_bytes = machine_of(config)
+    check_mesh(config.mesh, machine.mesh, dataclasses.asdict(model_config), row_tokens(config))
+    plan = make_plan(config, model_config, machine, memory_bytes)
+    return plan, max_rows(config, model_config, machine, memory_bytes)
+
+
+def machine_of(config: Config) -> tuple[Machine, int | None]:
+    """Returns the machine of a configuration, and the bytes of each device that JAX may use (None if unknown).
+
+    CPU devices share the memory of the machine or, if it is smaller, the memory limit of the container, see
+    `system/limits.py`.
+
+    The local devices are only queried if `mesh.device_kind` or `mesh.num_devices` is not set.
+
+    Raises:
+      ConfigError: If JAX finds no devices, or if the devices cannot be arranged into the mesh.
+    """
+    mesh = config.mesh
+    available = [] if mesh.device_kind and mesh.num_devices else find_devices()
+    device = mesh.device_kind or device_name(available[0].device_kind)
+    machine = Machine(device, fill_mesh(mesh, mesh.num_devices or len(available)))
+    if available and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
+        return machine, limit
+    if device == "cpu":
+        return machine, memory_limit() // machine.num_devices
+    if not device:
+        return machine, None
+    share = DEVICES[device].jax_share
+    if share < 1:
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", share))
+    return machine, int(share * (DEVICES[device].memory_bytes or 0))
 
 
 def make_plan(

@@ -35,7 +35,7 @@ def v_measure(first: Int[np.ndarray, " N"], second: Int[np.ndarray, " N"]) -> fl
       first: Cluster ids of N responses. Only their equality matters.
       second: Cluster ids of the same responses.
     """
-    joint, in_first, in_second = (_entropy(counts) for counts in _counts(first, second))
+    joint, in_first, in_second = (entropy(counts) for counts in _counts(first, second))
     total = in_first + in_second
     return float(np.clip(2 * (total - joint) / total, 0, 1)) if total else 1.0
 
@@ -63,6 +63,6 @@ def _num_pairs(counts: np.ndarray) -> int:
     return int((counts * (counts - 1) // 2).sum())
 
 
-def _entropy(counts: np.ndarray) -> float:
-    shares = counts / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+def entropy(counts: Int[np.ndarray, " clusters"]) -> float:
+    """Returns the entropy of a clustering in nats, from the positive sizes of its clusters."""
+    return float(np.sum(counts / counts.sum() * np.log(counts.sum() / counts)))

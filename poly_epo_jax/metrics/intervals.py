@@ -131,21 +131,22 @@ class Interval(NamedTuple):
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> "Interval":
         """Creates an interval from "mean", "low" and "high" of results.json. Bounds can be missing or None."""
-        mean, low, high = (value.get(name) for name in cls._fields)
-        nan = float("nan")
-        return cls(mean, nan if low is None else low, nan if high is None else high)
+        low, high = value.get("low"), value.get("high")
+        return cls(value["mean"], math.nan if low is None else low, math.nan if high is None else high)
 
 
-def interval_text(interval: Interval | None, digits: int = 3, sign: str = "") -> str:
+def interval_text(interval: Interval | Mapping[str, Any] | None, digits: int = 3, sign: str = "") -> str:
     """Formats a mean with its interval in brackets, if it has one. None is a hyphen.
 
     Args:
-      interval: Mean and bounds.
+      interval: Mean and bounds, or an entry of results.json.
       digits: Number of decimals.
       sign: "+" writes the sign of positive numbers.
     """
     if interval is None:
         return "-"
+    if isinstance(interval, Mapping):
+        interval = Interval.read(interval)
     mean, low, high = (format(value, f"{sign}.{digits}f") for value in interval)
     return f"{mean} [{low}, {high}]" if math.isfinite(interval.low) and math.isfinite(interval.high) else mean
 

@@ -6,6 +6,8 @@ import math
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from poly_epo_jax.metrics.agreement import entropy
+
 NO_ANSWER = -1
 """Answer id of generations without an answer."""
 
@@ -97,9 +99,5 @@ def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np
     al. 2024 (Nature 630, 625-630), where the task decides which answers are equal. Estimates from few generations are
     too low, so only compare estimates from equal numbers of generations.
     """
-    return np.array([_entropy(ids) for ids in answers], dtype=np.float64)
-
-
-def _entropy(ids: Int[np.ndarray, " generations"]) -> float:
-    _, counts = np.unique(ids, return_counts=True)
-    return float(np.sum(counts / len(ids) * np.log(len(ids) / counts)))
+    sizes = [np.unique(ids, return_counts=True)[1] for ids in answers]
+    return np.array([entropy(counts) for counts in sizes], dtype=np.float64)

@@ -94,7 +94,17 @@ def describe(config: Config, judge: Judge, groups: Sequence[RecordedGroup]) -> d
 def request_clusterings(
     folder: Path, judge: Judge, groups: Sequence[RecordedGroup], wanted: Sequence[Variant], max_concurrent: int
 ) -> None:
-    """Requests the missing clusterings of a judge and shows the progress, see `judge_groups`."""
+    """Requests the missing clusterings of a judge and shows the progress.
+
+    Warns if the longest group does not fit into the judge's context.
+
+    Args:
+      folder: Folder of the judge.
+      judge: The judge.
+      groups: All groups.
+      wanted: Variants of the requests.
+      max_concurrent: Maximum number of concurrent requests.
+    """
     prompts = [group.problem.prompt for group in groups]
     responses = [response for group in groups for response in group.responses]
     tokens = [math.ceil(max(map(len, texts)) / CHARS_PER_TOKEN) for texts in (prompts, responses)]

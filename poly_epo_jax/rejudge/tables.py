@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from poly_epo_jax.metrics.intervals import Interval, interval_text
+from poly_epo_jax.metrics.intervals import interval_text
 
 JUDGE_COLUMNS = {
     "valid": ("valid", "Fraction of problems with a valid clustering, which includes retried requests."),
@@ -49,20 +49,18 @@ PAIR_COLUMNS = {
 
 def console_tables(results: Mapping[str, Any]) -> list[Table]:
     """Returns a table of the judges and a table of all pairs, within 80 columns."""
-    judges = Table("result", "judge", "mean", title=f"{results['num_problems']} problems")
+    judges = Table("result", "judge", "mean [95% interval]", title=f"{results['num_problems']} problems")
     for name, (title, _) in JUDGE_COLUMNS.items():
         found = {label: of_judge[name] for label, of_judge in results["judges"].items()}
         for label, value in found.items() if any(found.values()) else ():  # no lines for a single seed or order
-            judges.add_row(title, label, _text(value))
+            judges.add_row(title, label, interval_text(value))
         judges.add_section()
-    pairs = Table("result", "judges", "mean", title=f"{results['num_shared']} problems with all clusterings")
+    pairs = Table(
+        "result", "judges", "mean [95% interval]", title=f"{results['num_shared']} problems with all clusterings"
+    )
     for name, (title, _) in PAIR_COLUMNS.items():
         for pair in results["pairs"]:
             if name in pair:
-                pairs.add_row(title, f"{pair['first']}, {pair['second']}", _text(pair[name]))
+                pairs.add_row(title, f"{pair['first']}, {pair['second']}", interval_text(pair[name]))
         pairs.add_section()
     return [judges, pairs] if results["pairs"] else [judges]
-
-
-def _text(value: Mapping[str, Any] | None) -> str:
-    return interval_text(value and Interval.read(value))

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report import evaluation_figures, figures, pass_at_k, timeline_figures
+from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import asset, document
 from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
@@ -169,9 +169,9 @@ def _draw_figures(
 ) -> dict[str, Figure | None]:
     return {
         "training_dynamics": figures.plot_training_dynamics(metrics),
-        "pass_at_k": pass_at_k.plot_held_out_pass_at_k(metrics),
+        "pass_at_k": evaluation_figures.plot_held_out_pass_at_k(metrics),
         "comparison": figures.plot_comparison(metrics),
-        "evaluation_pass_at_k": pass_at_k.plot_with_differences(results, line_styles),
+        "evaluation_pass_at_k": evaluation_figures.plot_with_differences(results, line_styles),
         "majority": evaluation_figures.plot_majority(results, line_styles),
         "branches": evaluation_figures.plot_branches(results, line_styles),
         "rollout_trees": plot_rollout_trees(tree_title, trees, line_styles),

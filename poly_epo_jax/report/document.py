@@ -13,7 +13,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poly_epo_jax.metrics.intervals import Interval, interval_text
+from poly_epo_jax.metrics.intervals import interval_text
 
 
 def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
@@ -67,7 +67,7 @@ def interval_cell(value: Mapping[str, Any] | None, digits: int = 3) -> str:
       value: Entry of a metric in results.json, or None if there is no value.
       digits: Number of decimals.
     """
-    mean, _, bounds = interval_text(value and Interval.read(value), digits).partition(" ")
+    mean, _, bounds = interval_text(value, digits).partition(" ")
     return f"{mean}<span class='interval'>{bounds}</span>" if bounds else mean
 
 

@@ -106,7 +106,13 @@ def report_style(extra: Mapping[str, Any] = MappingProxyType({})) -> Iterator[No
 
 
 def save(figure: Figure, output: Path, name: str) -> None:
-    """Writes a figure to `output` as NAME.png and NAME.pdf. Equal figures produce identical bytes."""
+    """Writes a figure to `output` as NAME.png and NAME.pdf. Equal figures produce identical bytes.
+
+    Args:
+      figure: The figure. Its layout is frozen.
+      output: An existing folder.
+      name: File name without suffix.
+    """
     with report_style():
         lay_out(figure)
         figure.savefig(output / f"{name}.png")

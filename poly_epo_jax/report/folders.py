@@ -14,7 +14,6 @@ from poly_epo_jax.records.timeline import Window
 from poly_epo_jax.system.json_files import read_object
 
 Rows = list[dict[str, Any]]
-_COUNTS = ("num_problems", "num_generations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +129,9 @@ def read_results(folder: Path) -> dict[str, Any]:
     try:
         results = json.loads(path.read_bytes())
         means = [value["mean"] for value in results["metrics"].values()] + results["branching"]["mean"]
-        counts = [results[name] for name in _COUNTS] + [row["num_correct"] for row in results["per_problem"]]
+        counts = [results["num_problems"], results["num_generations"]] + [
+            row["num_correct"] for row in results["per_problem"]
+        ]
         _ = [row["problem"] for row in results["per_problem"]]
         if not all(map(math.isfinite, means + counts)):
             raise ValueError

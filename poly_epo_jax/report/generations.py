@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,11 @@ def bound(collections: Sequence[Collection], max_bytes: int) -> tuple[list[Colle
     """
     bounds = DEFAULT_BOUNDS
     for bounds in _SMALLER_BOUNDS:
-        bounded = [_cut(collection, bounds) for collection in collections]
-        if len(json.dumps(bounded, ensure_ascii=False).encode(errors="replace")) <= max_bytes:
-            return bounded, bounds
-    return [_cut({**collection, "problems": []}, bounds) for collection in collections], bounds
+        bounded, shorten = [_cut(one, bounds) for one in collections], methodcaller("within", bounds.characters)
+        text = json.dumps(bounded, ensure_ascii=False, default=shorten)
+        if len(text.encode(errors="replace")) <= max_bytes:
+            return json.loads(text), bounds
+    return [{**collection, "problems": []} for collection in collections], bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,17 +217,10 @@ def _excerpts(texts: Mapping[str, Any]) -> dict[str, TextExcerpt]:
     return {name: TextExcerpt.of(str(text)) for name, text in texts.items() if text is not None}
 
 
-def _cut(item: Any, bounds: Bounds) -> Any:
-    """Returns a copy of a nested item with excerpts, problems and generations limited to the bounds."""
-    if isinstance(item, TextExcerpt):
-        return item.within(bounds.characters)
-    if isinstance(item, list):
-        return [_cut(entry, bounds) for entry in item]
-    if not isinstance(item, dict):
-        return item
-    kept = {key: _cut(value, bounds) for key, value in item.items()}
-    if "problems" in kept:
-        kept["problems"] = kept["problems"][: bounds.problems]
-    if "generations" in kept:
-        kept["generations"] = [shown for shown in kept["generations"] if shown["number"] < bounds.generations]
-    return kept
+def _cut(collection: Collection, bounds: Bounds) -> Collection:
+    """Returns a collection whose problems and generations are limited to the bounds."""
+    problems = []
+    for problem in collection["problems"][: bounds.problems]:
+        shown = [generation for generation in problem["generations"] if generation["number"] < bounds.generations]
+        problems.append({**problem, "generations": shown})
+    return {**collection, "problems": problems}

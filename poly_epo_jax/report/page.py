@@ -39,10 +39,8 @@ def evaluation_summaries(evaluations: Evaluations) -> list[str]:
 
     If there is only one model, the result is a single sentence with the values of this model.
     """
-    models = model_labels(evaluations)
-    if len(models) == 1:
-        return [_comparison_sentence(models[0], models[0], evaluations)]
-    return [_comparison_sentence(models[0], other, evaluations) for other in models[1:]]
+    first, *others = model_labels(evaluations)
+    return [_comparison_sentence(first, other, evaluations) for other in others or [first]]
 
 
 def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -13,8 +14,8 @@ from poly_epo_jax.metrics.branching import prefix_tree
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.evaluation_figures import LineStyles
 
-CORRECT = {"color": "#009E73", "marker": "o"}
-INCORRECT = {"color": "#D55E00", "marker": "X"}
+CORRECT: dict[str, Any] = {"color": "#009E73", "marker": "o"}
+INCORRECT: dict[str, Any] = {"color": "#D55E00", "marker": "X"}
 _EDGE = "#8a8a8a"
 
 Rollouts = Sequence[tuple[Int[np.ndarray, " _"], bool]]

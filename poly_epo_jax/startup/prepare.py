@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config, max_sequence_tokens
-from poly_epo_jax.memory_plan.plan import Plan, batch_bytes
-from poly_epo_jax.memory_plan.tables import amount, more_memory, plan_of
+from poly_epo_jax.memory_plan.plan import Plan, batch_bytes, plan_of
+from poly_epo_jax.memory_plan.tables import amount, more_memory
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import check_adapter, lora_fields, trained_pattern

@@ -233,7 +233,7 @@ def draw_band(
         table = np.stack([figures.smooth(values) for values in table])
     if places:
         steps = np.array([np.mean([of_seed[step] for of_seed in places]) for step in steps.tolist()])
-    line = hollow_line(style) if marked else hollow_line(style) | {"marker": ""}
+    line = hollow_line(style) if marked else {**style, "marker": ""}
     axes.plot(steps, table.mean(axis=0), **line)
     axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
 
@@ -252,6 +252,8 @@ def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:
       *others: Further legend handles.
     """
     handles = [Line2D([], [], fillstyle="none", markersize=7, **style) for style in line_styles(results).values()]
-    figure.set_figheight(figure.get_figheight() + 0.4)  # keeps the size of the panels
+    handles += others
     columns = max(1, int(figure.get_figwidth() / 1.8))
-    figure.legend(handles=[*handles, *others], loc="outside upper left", ncols=columns)
+    rows = -(-len(handles) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # keeps the size of the panels
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns)

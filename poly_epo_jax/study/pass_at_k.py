@@ -4,7 +4,6 @@ A reference is a model that is evaluated in the evaluation folder of the study b
 policy before training with the label `base`.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ from matplotlib.lines import Line2D
 from poly_epo_jax.metrics.evaluation import PASS
 from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.report import figures
-from poly_epo_jax.report.evaluation_figures import curve, log2_axis
-from poly_epo_jax.report.pass_at_k import K_LABEL, draw_pass_at_k, last_evaluation
+from poly_epo_jax.report.evaluation_figures import K_LABEL, curve, draw_pass_at_k, last_evaluation, log2_axis
 from poly_epo_jax.study.figures import hollow_line, panels
 from poly_epo_jax.study.results import Result, StudyResults
 
+_REFERENCE_DASHES: tuple[Any, ...] = ("--", ":", "-.")
 Curve = Mapping[int, float]
 """pass@k by k."""
 
@@ -36,11 +35,9 @@ def plot_pass_at_k(results: StudyResults, task: str, benchmark: str = "") -> Fig
       benchmark: Label of the benchmark. If empty, pass@k of the last evaluation during training is drawn.
     """
     references = []
-    for (label, evaluation), linestyle in zip(
-        results.references(task, benchmark).items(), itertools.cycle(("--", ":", "-.")), strict=False
-    ):
-        found = curve_of(evaluation)
-        references.append(Line2D(list(found), list(found.values()), label=label, color="#000000", linestyle=linestyle))
+    for index, (label, evaluation) in enumerate(results.references(task, benchmark).items()):
+        found, dashes = curve_of(evaluation), _REFERENCE_DASHES[index % len(_REFERENCE_DASHES)]
+        references.append(Line2D(list(found), list(found.values()), label=label, color="#000000", linestyle=dashes))
 
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         if curves := curves_of(runs, benchmark):

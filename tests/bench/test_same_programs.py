@@ -100,7 +100,7 @@ def test_programs_equal_those_of_a_run(tmp_path, caches, record, changes):
 
     of_bench = record(stages)
     params = jax.jit(lambda: stages.init_params(shape))()
-    stages._Update(config, abstract_model(shape), mesh, params, workload)
+    list(stages._update_stages(config, abstract_model(shape), mesh, params, workload))
     of_compiler = record(programs)
     list(programs.compile_update(config, shape, mesh))
     for name, recorder in of_run.items():

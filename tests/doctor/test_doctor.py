@@ -1,5 +1,6 @@
 """Tests of the doctor on a tiny run, with working and with deliberately broken components."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import pytest
 
 from configs import polynomial
 from poly_epo_jax.config.keys import HostsSection
-from poly_epo_jax.doctor import __main__ as doctor, collectives, machine, step
+from poly_epo_jax.doctor import __main__ as doctor, collectives, machine
 from poly_epo_jax.doctor.runner import CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.parallel import hosts
@@ -218,7 +219,7 @@ def test_all_checks_together_have_a_time_limit(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "bound", "status"), [(60, 1, "failed"), (40, 1, "passed"), (0.1, 1e-4, "passed")])
 def test_a_step_far_below_its_roofline_fails_unless_it_is_tiny(seconds, bound, status):
-    found = step._speed([{"name": "gradient", "seconds": float(seconds), "roofline_seconds": float(bound)}])
+    found = machine._speed([{"name": "gradient", "seconds": float(seconds), "roofline_seconds": float(bound)}])
     assert found.status == status and f"{bound / seconds:.0%} of the roofline" in found.message
 
 
@@ -232,10 +233,10 @@ def test_table_json_file_and_exit_code(tmp_path, monkeypatch, capsys, fine, code
     config, output = tiny(tmp_path, compilation_cache_dir=COMPILED), tmp_path / "runs" / "doctor.json"
     if code:
         with pytest.raises(SystemExit) as ended:
-            doctor.run(config, is_short=True, output=output)
+            doctor.run(config, argparse.Namespace(short=True, output=output))
         assert ended.value.code == code
     else:
-        doctor.run(config, is_short=True, output=output)
+        doctor.run(config, argparse.Namespace(short=True, output=output))
     printed = capsys.readouterr().out
     assert "[fine]." in printed and f"Doctor: 1 passed, {code} failed, {1 - code} skipped." in printed
     rows = json.loads(output.read_text())

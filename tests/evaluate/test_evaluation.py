@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -228,7 +229,9 @@ def test_tables_fit_80_columns_and_name_the_intervals(tmp_path: Path):
     lines = capture.get().splitlines()
     assert "hmmt_nov_2025: 5 problems, 64 generations each" in lines[0]
     widest = next(line for line in lines if "majority@64 vote share" in line)
-    assert [cell.strip() for cell in widest.strip("│").split("│")][:3] == ["majority@64 vote share", "base", "0.500"]
+    cells = [cell.strip() for cell in widest.strip("│").split("│")]
+    assert cells[:2] == ["majority@64 vote share", "base"] and re.fullmatch(r"0\.500 \[0\.\d{3}, 0\.\d{3}\]", cells[2])
+    assert "mean [95% interval]" in capture.get()
     assert sum("grpo-trained" in line for line in lines) == 5 and "…" not in capture.get()
     assert found[0]["intervals"] == INTERVALS
 

@@ -15,7 +15,7 @@ from flax import nnx
 from training_runs import as_flags, environment
 
 from configs import gsm8k
-from poly_epo_jax.memory_plan.tables import plan_of
+from poly_epo_jax.memory_plan.plan import plan_of
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows

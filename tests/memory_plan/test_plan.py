@@ -21,8 +21,8 @@ from poly_epo_jax.config.keys import Config, ConfigError, LoraSection
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.memory_plan.gradient import LAYER_ARRAYS, layer_values
-from poly_epo_jax.memory_plan.plan import Plan, choose_remat, make_plan, max_rows
-from poly_epo_jax.memory_plan.tables import machine_of, plan_of, print_plan, print_plans
+from poly_epo_jax.memory_plan.plan import Plan, choose_remat, machine_of, make_plan, max_rows, plan_of
+from poly_epo_jax.memory_plan.tables import print_plan, print_plans
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.lora import lora_fields, trained_pattern

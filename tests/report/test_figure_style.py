@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from test_report import write_fake_run
 
 from poly_epo_jax.metrics.evaluation import PASS
-from poly_epo_jax.report import figures, pass_at_k
+from poly_epo_jax.report import evaluation_figures, figures
 from poly_epo_jax.report.folders import read_folders
 from poly_epo_jax.report.page import results_tables
 
@@ -98,7 +98,7 @@ def test_the_last_tick_is_the_last_step(last: int):
 def test_fractions_are_drawn_from_0_to_1():
     figure = figures.plot_comparison(panel_runs(3))
     pass_1 = {"metrics": {f"{PASS}@1": {"mean": 0.5}, f"{PASS}@2": {"mean": 0.6}}}
-    curve = pass_at_k.plot_pass_at_k({"task": {"base": pass_1}}, figures.styles(["base"]))
+    curve = evaluation_figures.plot_pass_at_k({"task": {"base": pass_1}}, figures.styles(["base"]))
     assert figure is not None and curve is not None
     for axes in (figure.axes[0], curve.axes[0]):
         low, high = axes.get_ylim()

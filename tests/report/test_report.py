@@ -23,7 +23,6 @@ from poly_epo_jax.report import (
     figures,
     generations as report_generations,
     page as report_page,
-    pass_at_k,
 )
 
 HOSTILE = reports.HOSTILE
@@ -436,13 +435,13 @@ def test_panels_exist_only_for_logged_metrics():
     assert figure is not None
     assert [axes.get_title("left") for axes in figure.axes] == ["Training reward", "Solved prompts"]
     assert figures.plot_training_dynamics({"a": [{"step": 1, "policy/ratio": 0.5}]}) is None
-    assert pass_at_k.plot_held_out_pass_at_k(runs) is None
+    assert evaluation_figures.plot_held_out_pass_at_k(runs) is None
     assert figures.plot_comparison(runs) is None
 
 
 def test_runs_have_the_same_colors_in_all_figures_and_legends():
     runs = {f"run{i}": [{"step": 0, "eval/reward": 0.1, "eval/pass@1": 0.1, "eval/pass@2": 0.2}] for i in range(9)}
-    drawn = [figures.plot_comparison(runs), pass_at_k.plot_held_out_pass_at_k(runs)]
+    drawn = [figures.plot_comparison(runs), evaluation_figures.plot_held_out_pass_at_k(runs)]
     line_styles = []
     for figure in drawn:
         assert figure is not None
@@ -458,9 +457,9 @@ def test_pass_at_k_is_from_the_last_evaluation_sorted_by_k():
         {"step": 5, "eval/pass@1": 0.3, "eval/pass@16": 0.9, "eval/pass@2": 0.5, "eval/pass@32": None},
         {"step": 6, "reward": 0.1},
     ]
-    points = evaluation_figures.curve(pass_at_k.last_evaluation(rows), "pass")
+    points = evaluation_figures.curve(evaluation_figures.last_evaluation(rows), "pass")
     assert [(k, point.mean) for k, point in points.items()] == [(1, 0.3), (2, 0.5), (16, 0.9)]
-    assert pass_at_k.last_evaluation(rows[2:]) == {"metrics": {}}
+    assert evaluation_figures.last_evaluation(rows[2:]) == {"metrics": {}}
 
 
 @pytest.mark.parametrize("length", [1, 2, 13, 14, 200])

@@ -24,9 +24,9 @@ from poly_epo_jax.report import (
     generations as report_generations,
     page as report_page,
 )
+from poly_epo_jax.report.evaluation_figures import paired_differences, plot_pass_at_k, plot_with_differences
 from poly_epo_jax.report.figures import image
 from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
-from poly_epo_jax.report.pass_at_k import paired_differences, plot_pass_at_k, plot_with_differences
 from poly_epo_jax.report.rollout_trees import CORRECT, INCORRECT, draw_tree, plot_rollout_trees
 
 MODELS = {"base": 0.2, "grpo": 0.4, "poly_epo": 0.5}

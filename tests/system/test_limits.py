@@ -10,7 +10,7 @@ import pytest
 from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.config.section import read_section
-from poly_epo_jax.memory_plan.tables import machine_of, plan_of
+from poly_epo_jax.memory_plan.plan import machine_of, plan_of
 from poly_epo_jax.model.presets import preset_config
 from poly_epo_jax.model.transformer import AUTO
 from poly_epo_jax.startup.prepare import check_memory

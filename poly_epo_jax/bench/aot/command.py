@@ -19,8 +19,7 @@ from poly_epo_jax.bench.aot.topology import device_rates, preset_devices
 from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.config.machines import MESHES
-from poly_epo_jax.memory_plan.plan import make_plan
-from poly_epo_jax.memory_plan.tables import machine_of
+from poly_epo_jax.memory_plan.plan import machine_of, make_plan
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
