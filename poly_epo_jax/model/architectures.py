@@ -6,7 +6,7 @@ can add:
 
     ARCHITECTURES["my_family"] = dataclasses.replace(LLAMA, class_name="MyFamilyForCausalLM")
 
-A family with a different network also requires a new weight in transformer.py or a new switch in ModelConfig, which
+A family with a different network also requires a new weight in layer_stack.py or a new switch in ModelConfig, which
 layer.py implements.
 """
 

@@ -1,7 +1,7 @@
 """LoRA (Hu et al., 2021): low-rank adapters, which are trained while the other weights are frozen.
 
 An adapter replaces a weight W [*in, *out] by W + (alpha / rank) A B, with A [*in, rank] and B [rank, *out]. Training
-computes x W + (alpha / rank) (x A) B, so that no gradient of the size of W is needed (transformer.py). Generation and
+computes x W + (alpha / rank) (x A) B, so that no gradient of the size of W is needed (layer_stack.py). Generation and
 export use the sum, which `merge_adapter` computes. A and B are stored next to W in the parameter tree, as in
 `q_lora_a` and `q_lora_b`.
 """

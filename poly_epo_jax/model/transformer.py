@@ -1,21 +1,16 @@
 """The policy network in flax.nnx, for packed training sequences. decoding.py generates with the same weights.
 
-layer.py defines the computation of a layer, and the switches of ModelConfig select the weights of a family. Each weight
-is declared once, with its initial scale and the names of its axes. These names are the ModelConfig fields that contain
-the axis sizes, so they define the shape of the weight. Norm weights are an exception: their axis `norm` is not a field.
-parallel.mesh.RULES maps the names to mesh axes.
-
-The weights of all layers are stacked, and `jax.lax.scan` applies one compiled layer to each slice. Compile time is
-therefore nearly independent of the depth. If some layers have linear attention, each kind of layer has its own stack:
-an outer scan applies one period of layers, such as three with linear attention and one with attention, and an inner
-scan each run of equal layers. `jax.checkpoint` (remat) decides which intermediate arrays of a layer the scan keeps for
-the backward pass, and which arrays the backward pass recomputes.
+layer.py defines the computation of a layer, and layer_stack.py declares the weights of all layers, which are stacked.
+`jax.lax.scan` applies one compiled layer to each slice. Compile time is therefore nearly independent of the depth. If
+some layers have linear attention, each kind of layer has its own stack: an outer scan applies one period of layers,
+such as three with linear attention and one with attention, and an inner scan each run of equal layers. `jax.checkpoint`
+(remat) decides which intermediate arrays of a layer the scan keeps for the backward pass, and which arrays the backward
+pass recomputes.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,9 +21,8 @@ from jaxtyping import Array, Float, Int
 from poly_epo_jax.model.attention import packed_attention
 from poly_epo_jax.model.attention.segments import make_segments
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.experts import Routing, apply_experts, expert_load, without_experts
+from poly_epo_jax.model.experts import expert_load, without_experts
 from poly_epo_jax.model.layer import (
-    ACTIVATIONS,
     LayerKind,
     embed,
     layer_kinds,
@@ -37,8 +31,8 @@ from poly_epo_jax.model.layer import (
     run_layer,
     select_rotation,
 )
+from poly_epo_jax.model.layer_stack import LayerStack, norm_param, weight_param
 from poly_epo_jax.model.linear_attention import packed_linear_attention
-from poly_epo_jax.model.matmul import matmul
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 from poly_epo_jax.types import Params
 
@@ -61,113 +55,19 @@ MAX_UNROLLED_LAYERS = 4
 layers per iteration, programs that XLA compiles for CPUs copy all gradients in every iteration."""
 
 
-class Layer(nnx.Module):
-    """Weights of several layers, stacked on axis 0. A slice of it contains the weights that `run_layer` reads.
-
-    Args:
-      config: Configuration of the model. Its number of layers is the number of stacked layers.
-      rngs: Random number generators.
-      is_linear: Whether the layers have linear attention.
-    """
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, is_linear: bool = False):
-        self.config = config
-        # With the factor `residual`, the variance of the final residual stream does not grow with the number of layers.
-        d, residual = config.hidden_size, (2 * config.num_layers) ** -0.5
-
-        def weight(*axes: str, scale: float) -> nnx.Param:
-            return _weight(config, rngs, ("num_layers", *axes), scale)
-
-        def norm(size: int) -> nnx.Param:
-            return _norm(config, ("num_layers", "norm"), (config.num_layers, size))
-
-        if config.pre_norm:
-            self.attention_norm = norm(d)
-            self.mlp_norm = norm(d)
-        if config.post_norm:
-            self.attention_post_norm = norm(d)
-            self.mlp_post_norm = norm(d)
-        if is_linear:
-            self._add_linear_attention(weight, residual)
-        else:
-            self._add_attention(weight, norm, residual)
-        experts = ("num_experts",) if config.num_experts else ()
-        if experts:
-            self.router = weight("hidden_size", "num_experts", scale=d**-0.5)
-        self.gate = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
-        self.up = weight(*experts, "hidden_size", "mlp_size", scale=d**-0.5)
-        self.down = weight(*experts, "mlp_size", "hidden_size", scale=config.mlp_size**-0.5 * residual)
-        for name in filter(self.__contains__, config.lora_targets):
-            for part, param in zip("ab", _adapter(config, rngs, getattr(self, name).axes), strict=True):
-                setattr(self, f"{name}_lora_{part}", param)
-
-    def _add_attention(self, weight: Callable[..., nnx.Param], norm: Callable[[int], nnx.Param], residual: float):
-        config = self.config
-        scale, heads_width = config.hidden_size**-0.5, config.num_heads * config.head_dim
-        self.q = weight("hidden_size", "num_heads", "query_width", scale=scale)
-        self.k = weight("hidden_size", "num_kv_heads", "head_dim", scale=scale)
-        self.v = weight("hidden_size", "num_kv_heads", "head_dim", scale=scale)
-        self.o = weight("num_heads", "head_dim", "hidden_size", scale=heads_width**-0.5 * residual)
-        if config.joint_qk_norm:
-            self.q_norm = _norm(config, ("num_layers", "num_heads", "head_dim"))
-            self.k_norm = _norm(config, ("num_layers", "num_kv_heads", "head_dim"))
-        elif config.qk_norm:
-            self.q_norm = norm(config.head_dim)
-            self.k_norm = norm(config.head_dim)
-        if config.attention_bias:
-            self.q_bias = weight("num_heads", "head_dim", scale=0.0)
-            self.k_bias = weight("num_kv_heads", "head_dim", scale=0.0)
-            self.v_bias = weight("num_kv_heads", "head_dim", scale=0.0)
-
-    def _add_linear_attention(self, weight: Callable[..., nnx.Param], residual: float):
-        config, heads, head_dim = self.config, "linear_value_heads", "linear_value_dim"
-        scale, heads_width = config.hidden_size**-0.5, config.linear_value_heads * config.linear_value_dim
-        self.qkv = weight("hidden_size", "linear_channels", scale=scale)
-        self.output_gate = weight("hidden_size", heads, head_dim, scale=scale)
-        self.beta = weight("hidden_size", heads, scale=scale)
-        self.time_step = weight("hidden_size", heads, scale=scale)
-        self.time_step_bias = weight(heads, scale=0.0)
-        self.log_decay_rate = weight(heads, scale=0.0)
-        self.conv = weight("conv_size", "linear_channels", scale=config.conv_size**-0.5)
-        # The offset of other norms does not apply to this weight.
-        self.value_norm = nnx.Param(weight(head_dim, scale=0.0)[...] + 1, axes=("num_layers", head_dim))
-        self.o = weight(heads, head_dim, "hidden_size", scale=heads_width**-0.5 * residual)
-
-    def __contains__(self, name: str) -> bool:
-        """Returns True if the layer has this weight."""
-        return hasattr(self, name)
-
-    def vector(self, name: str) -> jax.Array:
-        """Returns the weight of a norm or router, or a bias, in the compute type."""
-        return getattr(self, name)[...].astype(self.config.dtype)
-
-    def project(self, x: jax.Array, name: str) -> jax.Array:
-        """Computes x W, or x W + (alpha / rank) (x A) B if the weight has an adapter (LoRA, eq. 3)."""
-        y, config = _project(x, getattr(self, name)), self.config
-        if name not in config.lora_targets:
-            return y
-        inner = config.lora_scale * _project(x, getattr(self, f"{name}_lora_a"))
-        return y + _project(inner, getattr(self, f"{name}_lora_b"))
-
-    def apply_experts(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """Applies the experts of each token to x."""
-        mlp = self.gate[...], self.up[...], self.down[...]
-        return apply_experts(ACTIVATIONS[self.config.activation], True, x, routing, mlp)
-
-
 class Transformer(nnx.Module):
     """The policy network. Maps token ids to final hidden states, which `head` maps to logits (see logprobs.py)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
         axes, scale = ("vocab_size", "hidden_size"), config.hidden_size**-0.5
-        self.embed = _weight(config, rngs, axes, scale)
+        self.embed = weight_param(config, rngs, axes, scale)
         for name, numbers in config.stacks.items():
             stacked = dataclasses.replace(config, num_layers=len(numbers))
-            setattr(self, name, Layer(stacked, rngs, name == "linear_layers"))
-        self.norm = _norm(config, ("norm",), (config.hidden_size,))
+            setattr(self, name, LayerStack(stacked, rngs, name == "linear_layers"))
+        self.norm = norm_param(config, ("norm",), (config.hidden_size,))
         if not config.tie_word_embeddings:
-            self.untied_head = _weight(config, rngs, axes, scale)
+            self.untied_head = weight_param(config, rngs, axes, scale)
 
     @property
     def head(self) -> Float[Array, "V D"]:
@@ -257,7 +157,7 @@ class _PackedRows:
         self._config, self._positions, self._segment_ids = config, positions, segment_ids
         self._rotations = make_rotations(config, positions)
 
-    def run_layer(self, layer: Layer, kind: LayerKind, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def run_layer(self, layer: LayerStack, kind: LayerKind, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Applies a layer to the residual stream [B, T, D]. Returns the new stream and statistics of the router."""
         config, statistics = self._config, {}
 
@@ -329,34 +229,3 @@ def declared_weights(config: ModelConfig) -> dict[str, nnx.Param]:
     state = nnx.split(abstract_model(config))[1]
     leaves = jax.tree.leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return {jax.tree_util.keystr(path, simple=True, separator="."): param for path, param in leaves}
-
-
-def _weight(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...], scale: float, dtype: str = "") -> nnx.Param:
-    """Draws a normal weight with standard deviation `scale`, in `dtype` or, if it is empty, in `param_dtype`."""
-    shape = tuple(getattr(config, axis) for axis in axes)
-    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype or config.param_dtype), axes=axes)
-
-
-def _adapter(config: ModelConfig, rngs: nnx.Rngs, axes: tuple[str, ...]) -> tuple[nnx.Param, nnx.Param]:
-    """Creates A [*in, rank] and B [rank, *out] for a weight [*in, *out], stacked over layers, in float32.
-
-    A is random and B is zero, so that training starts from the base policy (LoRA, section 4.1).
-    """
-    layers, *rest = axes
-    num_inputs = 1 if rest[0] == "hidden_size" else len(rest) - 1  # one side of each weight is the residual stream
-    inputs, outputs = rest[:num_inputs], rest[num_inputs:]
-    scale = math.prod(getattr(config, axis) for axis in inputs) ** -0.5
-    a = _weight(config, rngs, (layers, *inputs, "lora_rank"), scale, "float32")
-    return a, _weight(config, rngs, (layers, "lora_rank", *outputs), 0.0, "float32")
-
-
-def _norm(config: ModelConfig, axes: tuple[str, ...], shape: tuple[int, ...] = ()) -> nnx.Param:
-    """Creates a norm weight that multiplies by 1. If the shape is (), the axes are fields of the configuration."""
-    shape = shape or tuple(getattr(config, axis) for axis in axes)
-    return nnx.Param(jnp.full(shape, 1 - config.norm_offset, config.param_dtype), axes=axes)
-
-
-def _project(x: jax.Array, param: nnx.Param) -> jax.Array:
-    """Multiplies x [B, T, *in] by the weight [*in, *out] of a layer. Returns [B, T, *out]."""
-    out: Any = matmul(x.reshape(-1, *x.shape[2:]), param[...], param.axes[1:])
-    return out.reshape(*x.shape[:2], *out.shape[1:])

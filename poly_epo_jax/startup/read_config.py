@@ -1,10 +1,9 @@
 """Validates a user's configuration and builds the typed configuration, task and judge. Shared by all commands.
 
 Sections validate their own keys (config/keys.py). This module checks the names of components against their registries,
-options against the signatures of registry entries, and combinations of keys.
+and options against the signatures of registry entries. rules.py contains the rules for combinations of keys.
 """
 
-import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -13,15 +12,7 @@ from typing import Any, get_args
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config.checks import one_of, validate
-from poly_epo_jax.config.keys import (
-    BaseSection,
-    Config,
-    ConfigError,
-    JudgeSection,
-    TaskSection,
-    max_sequence_tokens,
-    updates_per_step,
-)
+from poly_epo_jax.config.keys import Config, ConfigError, JudgeSection, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.judges import JUDGES
@@ -30,7 +21,8 @@ from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
-from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE, make_estimator
+from poly_epo_jax.startup.rules import check_rules, command_rules, training_rules
+from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Interactive, Judge, Rewarded, Task
@@ -61,9 +53,6 @@ PATHS = (
 )
 """Keys, and prefixes of keys, whose values may be paths."""
 
-MAX_SETS = 10**6  # maximum number of sets per prompt
-MAX_UPDATES = 10**9  # maximum number of optimizer updates of a run, because they are counted in 32 bits
-
 
 def read_config(config: ConfigDict, training: bool = True) -> Config:
     """Validates a configuration and returns it in typed form.
@@ -86,11 +75,12 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     for key, _, options in sections.flat():
         if key in entries:
             check_options(key, entries[key], options)
-    _check_base(sections.base)
-    if JUDGES[sections.judge.name].needs_url and not sections.judge.url:
-        raise ConfigError("judge.url='' must be the address of the judge server.")
+    check_rules(command_rules(sections))
     if training:
-        _check_training(sections)
+        check_rules(training_rules(sections))
+        check_judge_limit(sections.judge, "train.num_generations", sections.train.num_generations)
+        if sections.eval.every:
+            check_judge_limit(sections.judge, "eval.num_generations", sections.eval.num_generations)
     return sections
 
 
@@ -190,141 +180,4 @@ def check_judge_limit(judge: JudgeSection, key: str, num_generations: int) -> No
     if max_generations is not None and num_generations > max_generations:
         raise ConfigError(
             f"{key}={num_generations} must be at most {max_generations}, the limit of judge.name={judge.name!r}."
-        )
-
-
-def _check_base(base: BaseSection) -> None:
-    if base.num_heads % base.num_kv_heads:
-        raise ConfigError(f"base.num_kv_heads={base.num_kv_heads} must divide base.num_heads={base.num_heads}.")
-    if base.head_dim % 2:
-        raise ConfigError(
-            f"base.head_dim={base.head_dim} must be even, because rotary embeddings rotate pairs of values."
-        )
-
-
-def _check_training(config: Config) -> None:
-    train, algo = config.train, config.algo
-    if config.sampling.temperature == 0:
-        raise ConfigError("sampling.temperature=0.0 must be positive, because training requires random sampling.")
-    top_p, top_k = config.sampling.top_p, config.sampling.top_k
-    if top_p < 1 or top_k:
-        raise ConfigError(
-            f"sampling.top_p={top_p} and sampling.top_k={top_k} would bias the gradient, because the trained "
-            "log-probabilities are normalized over all tokens; set top_p=1 and top_k=0 for training."
-        )
-    if algo.set_size >= train.num_generations:
-        raise ConfigError(
-            f"algo.set_size={algo.set_size} must be smaller than train.num_generations={train.num_generations}, also "
-            "for methods without sets, because all runs log metrics of sets; lower algo.set_size."
-        )
-    all_sets = math.comb(train.num_generations, algo.set_size)
-    if algo.num_sets > all_sets:
-        raise ConfigError(f"algo.num_sets={algo.num_sets} must be at most C(N, n) = {all_sets}, or 0 for all sets.")
-    if not (algo.num_sets or OBJECTIVES[algo.objective].closed_form) and all_sets > MAX_SETS:
-        raise ConfigError(f"algo.num_sets=0 selects all {all_sets} sets; set it to a smaller number, such as 1000.")
-    if train.prompts_per_batch % train.prompts_per_minibatch:
-        raise ConfigError(
-            f"train.prompts_per_minibatch={train.prompts_per_minibatch} must divide "
-            f"train.prompts_per_batch={train.prompts_per_batch}."
-        )
-    if train.max_draws and (not train.refill or train.max_draws < train.prompts_per_batch):
-        raise ConfigError(
-            f"train.max_draws={train.max_draws} requires train.refill=True and at least "
-            f"train.prompts_per_batch={train.prompts_per_batch} prompts; set train.max_draws=0 for the default limit."
-        )
-    updates = updates_per_step(train)
-    if train.num_steps * updates > MAX_UPDATES:
-        raise ConfigError(
-            f"train.num_steps={train.num_steps} with {updates} updates per step exceeds the maximum of {MAX_UPDATES:,} "
-            "updates; lower it."
-        )
-    if config.optimizer.warmup_updates >= train.num_steps * updates:
-        raise ConfigError(
-            f"optimizer.warmup_updates={config.optimizer.warmup_updates} must be smaller than the number of updates of "
-            f"the run, {train.num_steps * updates:,} (train.num_steps={train.num_steps}); lower it, or raise "
-            "train.num_steps."
-        )
-    if config.lora.rank and train.trainable_pattern:
-        raise ConfigError(
-            f"lora.rank={config.lora.rank} trains only adapters, which excludes "
-            f"train.trainable_pattern={train.trainable_pattern!r}; set only one of them."
-        )
-    if config.model.param_dtype != "float32" and not config.lora.rank:
-        raise ConfigError(
-            f"model.param_dtype={config.model.param_dtype!r} must be float32 for weights that are trained, because "
-            "bfloat16 rounds away almost all small updates; set model.dtype=bfloat16 for activations and matrix "
-            "products only, or train an adapter (lora.rank)."
-        )
-    check_judge_limit(config.judge, "train.num_generations", train.num_generations)
-    if config.eval.every:
-        check_judge_limit(config.judge, "eval.num_generations", config.eval.num_generations)
-    max_tokens = max_sequence_tokens(config)
-    if train.row_tokens and train.row_tokens < max_tokens:
-        raise ConfigError(
-            f"train.row_tokens={train.row_tokens} must be at least train.max_prompt_tokens + sampling.max_tokens = "
-            f"{max_tokens} tokens."
-        )
-    if algo.truncated == "penalize" and algo.overlong_tokens > config.sampling.max_tokens:
-        raise ConfigError(
-            f"algo.overlong_tokens={algo.overlong_tokens} must be at most "
-            f"sampling.max_tokens={config.sampling.max_tokens}; lower it, or set it to 0."
-        )
-    estimator = make_estimator(algo)
-    if train.num_generations < estimator.min_generations:
-        raise ConfigError(
-            f"train.num_generations={train.num_generations} must be at least {estimator.min_generations} for "
-            f"{estimator.title} with algo.options={dict(algo.options)}."
-        )
-    if "clusters" in estimator.reads and not JUDGES[config.judge.name].clusters:
-        raise ConfigError(
-            f"{estimator.title} requires clusters, which judge.name={config.judge.name!r} does not provide; choose "
-            "another judge, or a method without clusters, such as GRPO (append :grpo to the configuration file)."
-        )
-    _check_rollouts(config)
-
-
-def _while_training() -> str:
-    """Returns the names of the samplers that can generate while the policy is trained."""
-    return " or ".join(name for name, sampler in SAMPLERS.items() if sampler.while_training)
-
-
-def _check_rollouts(config: Config) -> None:
-    rollouts, sampler = config.rollouts, SAMPLERS[config.rollouts.name]
-    if sampler.needs_urls and not rollouts.urls:
-        raise ConfigError("rollouts.urls='' must be the address of at least one server of the policy.")
-    if rollouts.in_flight and not sampler.while_training:
-        raise ConfigError(
-            f"rollouts.in_flight=True is not supported with rollouts.name={rollouts.name!r}, whose generations end "
-            f"before an update; set rollouts.in_flight=False, or rollouts.name={_while_training()}."
-        )
-    if rollouts.in_flight and rollouts.shared_servers:
-        raise ConfigError(
-            "rollouts.shared_servers=True is not supported with rollouts.in_flight=True, because other processes would "
-            "accept completions before the first process has verified the update; set one of them to False."
-        )
-    staleness = config.train.staleness
-    if not staleness:
-        return
-    # With staleness 1, the sampler generates the next batch with the current weights while an update replaces them. The
-    # weights that generated a batch are then one step older than the weights that are trained on it.
-    if rollouts.shared_servers:
-        raise ConfigError(
-            f"rollouts.shared_servers=True is not supported with train.staleness={staleness}, because one process "
-            "would update the servers while others still generate; set rollouts.shared_servers=False or "
-            "train.staleness=0."
-        )
-    if not sampler.while_training:
-        raise ConfigError(
-            f"rollouts.name={rollouts.name!r} shares the weights and devices of the trainer, so it cannot generate "
-            f"during an update; set train.staleness=0, or rollouts.name={_while_training()}."
-        )
-    if not config.algo.importance_cap:
-        raise ConfigError(
-            "algo.importance_cap=0.0 would not correct for the older policy that generates with "
-            f"train.staleness={staleness}; set it, for example to 2."
-        )
-    if staleness > 1 and not rollouts.in_flight:
-        raise ConfigError(
-            f"train.staleness={staleness} requires rollouts.in_flight=True, because weight updates otherwise wait for "
-            "all responses in progress; set it, or set train.staleness=1."
         )
