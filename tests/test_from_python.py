@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+import halting
 import pytest
+from halting import HaltPoint
 from training_runs import SETTINGS, Run, as_flags, environment, rows_of
 
 import poly_epo_jax
@@ -57,12 +60,14 @@ asyncio.new_event_loop().run_until_complete(notebook())  # asyncio.run would han
 CELL = "from poly_epo_jax import get_config, run\nconfig = get_config()\nconfig.workdir = 'cell'\nrun(config)"
 
 
-def start(code: str, settings: dict, folder: Path, *cells: str) -> subprocess.Popen[str]:
+def start(
+    code: str, settings: dict, folder: Path, *cells: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     text = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
     return subprocess.Popen(
         [sys.executable, "-c", SMALL.format(settings=text) + code, json.dumps(cells)],
         cwd=folder,
-        env=environment(path=ROOT),
+        env=environment(path=ROOT) | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -108,7 +113,7 @@ def test_missing_attributes_raise_the_usual_errors():
 @pytest.mark.slow
 def test_the_readme_example_trains_in_a_script(tmp_path: Path, caches: dict[str, Path]):
     process = start(BLOCK, SETTINGS | caches | {"train.num_steps": 2}, tmp_path)
-    out, err = process.communicate(timeout=900)
+    out, err = process.communicate(timeout=halting.SECONDS)
     assert process.returncode == 0, err
     assert "Done: runs/careful." in out
     assert read_method(tmp_path / "runs/careful") == "Careful"
@@ -122,7 +127,7 @@ def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict
     command = Run(tmp_path, "command", settings)
     command.finish()
     process = start(IN_A_NOTEBOOK, SETTINGS | settings, tmp_path, CELL)
-    _, err = process.communicate(timeout=900)
+    _, err = process.communicate(timeout=halting.SECONDS)
     assert process.returncode == 0, err
     assert (tmp_path / "cell" / METRICS).read_bytes() == (tmp_path / "command" / METRICS).read_bytes()
 
@@ -130,17 +135,16 @@ def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
 def test_interrupting_a_kernel_saves_the_last_step(tmp_path: Path, caches: dict[str, Path]):
-    process = start(IN_A_NOTEBOOK, SETTINGS | caches | {"train.num_steps": 10_000}, tmp_path, CELL)
+    halt = HaltPoint(tmp_path / "halted", "push 3")
+    code = f"sys.path.append({str(halting.FILE.parent)!r}); import halting; halting.install()\n{IN_A_NOTEBOOK}"
+    process = start(code, SETTINGS | caches | {"train.num_steps": 5}, tmp_path, CELL, variables=halt.variables)
     try:
-        rows = tmp_path / "cell" / METRICS
-        while not (rows.exists() and rows.read_bytes().count(b"\n") > 2):
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.01)
+        halt.wait(process)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=600)
+        _, err = process.communicate(timeout=halting.SECONDS)
     finally:
         process.kill()
-    assert "KeyboardInterrupt" in err and re.search(r"Ctrl-C: Saved after step \d+", err)
+    assert "KeyboardInterrupt" in err and "Ctrl-C: Saved after step 3." in err
     assert any((tmp_path / "cell" / "checkpoints").glob("[0-9]*"))
 
 
@@ -160,26 +164,31 @@ def test_a_signal_ends_the_fit_of_a_base_policy(
     with subprocess.Popen(command, env=environment(path=ROOT), stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout and "base policy, demonstrations 1/1000000" in process.stdout.readline()
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=halting.SECONDS)
     assert process.returncode == code and err.endswith(message)
     assert [path.suffix for path in (tmp_path / "base").iterdir()] == [".lock"]
     assert not (tmp_path / "run/checkpoints").exists()
 
 
 KEPT_EXCEPTIONS = """
-import json, os, signal, threading, time, traceback
+import json, os, signal, traceback
 from contextlib import nullcontext
-from pathlib import Path
 from unittest import mock
 import jax
 from poly_epo_jax import get_config, run
+from poly_epo_jax.records.tracking import Tracker
 
-def interrupt(due):
-    def wait():
-        while not due():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=wait).start()
+def interrupt(*arguments, **keywords):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def interrupt_step(step):
+    # Interrupts the step after its metrics were written.
+    def log(self, number, metrics):
+        write(self, number, metrics)
+        if number == step:
+            interrupt()
+    write = Tracker.log
+    return mock.patch.object(Tracker, "log", log)
 
 def fails(name, error):
     def fail(*arguments, **keywords):
@@ -201,13 +210,9 @@ def cell(name, steps=3, patch=nullcontext(), **changes):
     print(json.dumps([name, sum(array.nbytes for array in jax.live_arrays()), text]), flush=True)
 
 async def notebook():
-    first_step = mock.patch("poly_epo_jax.startup.base_policy.check_finite", lambda *_: first.set())
-    first = threading.Event()
-    interrupt(first.is_set)
+    first_step = mock.patch("poly_epo_jax.startup.base_policy.check_finite", interrupt)
     cell("fitting", patch=first_step, clean_steps=10**6, cache_dir="base")
-    rows = Path("training/metrics.jsonl")
-    interrupt(lambda: rows.exists() and rows.read_bytes().count(b"\\n") > 2)
-    cell("training", 10_000)
+    cell("training", 10_000, patch=interrupt_step(3))
     cell("grading", patch=fails("poly_epo_jax.rollouts.rounds.grade_groups", RuntimeError("while grading")))
     cell("update", patch=fails("poly_epo_jax.train.check_finite", ValueError("after the update")))
     cell("saving", patch=fails("poly_epo_jax.model.checkpoint.Checkpoints.save", OSError("while saving")))
@@ -221,7 +226,7 @@ asyncio.new_event_loop().run_until_complete(notebook())
 @pytest.mark.usefixtures("default_signals")
 def test_the_training_state_is_freed_although_a_notebook_keeps_the_exception(tmp_path: Path, caches: dict[str, Path]):
     process = start(KEPT_EXCEPTIONS, SETTINGS | caches | {"eval.every": 0}, tmp_path)
-    out, err = process.communicate(timeout=1200)
+    out, err = process.communicate(timeout=halting.SECONDS)
     assert process.returncode == 0, err
     found = {name: (live, text) for name, live, text in (json.loads(row) for row in out.splitlines() if row[0] == "[")}
     last_lines = {name: text.rstrip().rpartition("\n")[2] for name, (_, text) in found.items()}
@@ -255,6 +260,6 @@ def test_an_event_loop_in_another_thread_can_be_stopped():
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     stop.request(signal.SIGINT)
-    thread.join(60)
+    thread.join(halting.SECONDS)
     assert stopped_by == ["Ctrl-C"]
     stop.request(signal.SIGINT)  # has no effect after the loop has ended

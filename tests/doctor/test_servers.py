@@ -15,13 +15,14 @@ import pytest
 from flax import nnx
 from lies import DRAWS, put
 from lying_servers import Lie, LyingServer, changed
+from simulated_time import SimulatedTime
 
 from configs import polynomial
 from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor import __main__ as doctor
 from poly_epo_jax.doctor.runner import CheckRunner, RunContext
-from poly_epo_jax.judges import llm
+from poly_epo_jax.judges import chat_server, llm
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
@@ -32,6 +33,7 @@ from poly_epo_jax.rollouts.embedded.slots import Job, Slots
 from poly_epo_jax.rollouts.servers import client, served_weights
 from poly_epo_jax.startup.base_policy import DemonstratedTask, base_policy_folder, base_shape, build_character_tokenizer
 from poly_epo_jax.startup.read_config import make_task, read_config
+from poly_epo_jax.system import http_client
 from poly_epo_jax.types import Sampling
 
 MAX_TOKENS, MESH = 4, make_mesh(1, 1, 1)
@@ -101,9 +103,10 @@ def serving(server: LyingServer) -> Iterator[LyingServer]:
 
 
 @pytest.fixture(autouse=True)
-def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (client, served_weights, llm):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
+    SimulatedTime(monkeypatch, http_client, chat_server)  # Only servers that never respond use up their time limits.
 
 
 def make_policy(config: Config, seed: int, folder) -> ModelConfig:
@@ -129,8 +132,6 @@ def run(tmp_path) -> dict[str, object]:
         "rollouts.name": "sglang",
         "rollouts.weights_dir": str(tmp_path / "weights"),
         "rollouts.weights_dtype": "float32",
-        "rollouts.wait_seconds": 1.0,
-        "rollouts.timeout_seconds": 30.0,
     }
 
 
@@ -236,7 +237,7 @@ def test_the_check_is_skipped_without_a_policy_or_servers(run):
 
 
 def judged(run, url) -> tuple[str, str]:
-    options = {"judge.name": "llm", "judge.url": url, "judge.wait_seconds": 1.0}
+    options = {"judge.name": "llm", "judge.url": url}
     return examined(read(run | options, ["http://127.0.0.1:1"]), "judge", "short")["judge"]
 
 

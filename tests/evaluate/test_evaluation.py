@@ -4,18 +4,18 @@ import asyncio
 import dataclasses
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+import halting
 import numpy as np
 import pytest
 from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, unchecked, until
 from fork_server import ForkServer
+from halting import HaltPoint
 from rich.console import Console
 from training_runs import as_flags, environment
 
@@ -293,29 +293,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flags(model: Path, output: Path) -> list[str]:
+def flags(model: Path, output: Path, config: str | Path = "configs/polynomial.py") -> list[str]:
     settings = {"mesh.fsdp": 1, "rollouts.max_concurrent": 32, "sampling.max_tokens": 60}
-    about = ["--config=configs/polynomial.py", f"--models=tiny={model}", "--benchmarks=polynomial"]
+    about = [f"--config={config}", f"--models=tiny={model}", "--benchmarks=polynomial"]
     return [*about, "--num_generations=8", f"--output={output}", *as_flags(settings)]
 
 
-def command(model: Path, output: Path) -> list[str]:
-    return [sys.executable, "-m", "poly_epo_jax.evaluate", *flags(model, output)]
+def command(*arguments: Path) -> list[str]:
+    """Returns the command with `flags(*arguments)`."""
+    return [sys.executable, "-m", "poly_epo_jax.evaluate", *flags(*arguments)]
 
 
 @pytest.mark.slow
 def test_resumed_evaluation_has_the_same_results(model: Path, tmp_path: Path):
-    settings = environment()
-    subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=settings, check=True, timeout=300)
-    killed = subprocess.Popen(command(model, tmp_path / "killed"), cwd=ROOT, env=settings)
+    settings, halt = environment(), HaltPoint(tmp_path / "halted", "problems 2")
+    subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=settings, check=True, timeout=halting.SECONDS)
+    halted = command(model, tmp_path / "killed", halting.FILE)
+    killed = subprocess.Popen(halted, cwd=ROOT, env=settings | halt.variables)
+    try:
+        halt.wait(killed)
+    finally:
+        killed.kill()
+        killed.wait()
     path = tmp_path / "killed" / "polynomial" / "tiny" / GENERATIONS
-    while not path.exists() or path.stat().st_size < 2000:
-        assert killed.poll() is None
-        time.sleep(0.001)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert len(path.read_text().splitlines()) < 40 * 8
-    subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=settings, check=True, timeout=300)
+    assert len(path.read_text().splitlines()) == 2 * 8
+    subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=settings, check=True, timeout=halting.SECONDS)
     for name in (GENERATIONS, "results.json"):
         whole = tmp_path / "whole" / "polynomial" / "tiny" / name
         assert path.with_name(name).read_bytes() == whole.read_bytes()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import PATIENCE
 from responses import response
 
 from poly_epo_jax.config.keys import JudgeSection
@@ -29,7 +30,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def make_judge(**section: Any) -> LLMJudge:
-    keys: dict[str, Any] = {"model": "judge-1", "timeout_seconds": 5.0, "wait_seconds": 0.0, "max_concurrent": 4}
+    keys: dict[str, Any] = {"model": "judge-1", "timeout_seconds": PATIENCE, "wait_seconds": 0.0, "max_concurrent": 4}
     return LLMJudge(PolynomialTask(), JudgeSection(**keys | section), attempts=1)
 
 

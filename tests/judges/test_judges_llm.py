@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fakes import PATIENCE, until
 from responses import response
+from simulated_time import SimulatedTime
 from test_judge_prompt import FAKE, MANIPULATIONS
 from test_judge_reply import MALFORMED, completion
 from transformers import AutoTokenizer
@@ -41,7 +42,7 @@ def group(texts=TEXTS, problem_id="p", weight_version=0) -> Group:
     return Group(Problem(problem_id, "What is 2 + 2?", "4"), np.zeros(1, np.int32), generations)
 
 
-SECTION = {"url": URL, "model": "judge-1", "timeout_seconds": 5.0, "wait_seconds": 0.0, "max_concurrent": 4}
+SECTION = {"url": URL, "model": "judge-1", "timeout_seconds": PATIENCE, "wait_seconds": 0.0, "max_concurrent": 4}
 NO_COUNTS = dict.fromkeys([f"judge/{name}" for name in llm.COUNTS], 0.0)
 OPTIONS: dict[str, Any] = {"max_tokens": 1024, "max_response_chars": 4000}
 
@@ -79,6 +80,7 @@ def serve(monkeypatch):
         server = Server(*answers)
 
         monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(server))
+        SimulatedTime(monkeypatch, servers, only_limits=True)
         for module in (llm, chat_server):
             monkeypatch.setattr(module, "backoff_seconds", lambda failures: server.backoffs.append(failures) or 0.0)
         return server

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_servers import open_rollouts
-from fakes import TINY, TINY_ALPHABET, TINY_MODEL, ByLetter, collect, tiny_params, tiny_problems
+from fakes import PATIENCE, TINY, TINY_ALPHABET, TINY_MODEL, ByLetter, collect, tiny_params, tiny_problems
 from lies import put, remove
 
 from poly_epo_jax.config.default import get_config
@@ -163,7 +163,7 @@ def test_a_missing_folder_is_never_sent(server, monkeypatch, tmp_path):
     (tmp_path / "empty").mkdir()
 
     async def load(folder: Path) -> None:
-        async with open_client(1.0) as client:
+        async with open_client(PATIENCE) as client:
             await VLLM().load_folder(client, URL, folder, "w")
 
     for folder in (tmp_path / "nowhere", tmp_path / "empty"):
@@ -199,7 +199,7 @@ def test_checksums_are_split_by_rank_and_quantized_servers_have_none(server, mon
     server.answers["weight_checker"] = [httpx.Response(200, json={"checksums": digests})]
 
     async def checksums() -> list[dict[str, str]] | None:
-        async with open_client(1.0) as client:
+        async with open_client(PATIENCE) as client:
             return await VLLM().checksums(client, URL, ())
 
     assert asyncio.run(checksums()) == [{"norm": "ab"}, {"experts.w2_weight": "cd"}]

@@ -3,13 +3,13 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import halting
 import jax
 import pytest
-from fakes import PATIENCE
+from halting import HaltPoint
 from training_runs import SETTINGS, environment
 
 from poly_epo_jax.study.folder import last_row, read_attempts
@@ -36,22 +36,24 @@ class Started:
         self._file.write_text(
             f"from poly_epo_jax.study import PAPER_METHODS, Evaluation, Study, StudyTask\n\n\n"
             f"def get_study():\n"
-            f"    return Study({{'polynomial': StudyTask('configs/polynomial.py')}}, {methods},\n"
+            f"    return Study({{'polynomial': StudyTask({str(halting.FILE)!r})}}, {methods},\n"
             f"        learning_rates=(1e-3,), seeds=(0,),\n"
             f"        settings={settings!r}, baseline='grpo', evaluation=Evaluation(num_generations=8),\n"
             f"        folder={str(self.folder)!r})\n"
         )
         self._arguments = arguments
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self, halt: HaltPoint | None = None) -> "subprocess.Popen[bytes]":
+        """Starts the command. If `halt` is not None, the run that reaches it waits there."""
         command = [sys.executable, "-m", "poly_epo_jax.study", str(self._file), *self._arguments]
         with self._log.open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
+            variables = environment() | (halt.variables if halt else {})
+            return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
 
     def finish(self) -> int:
         process = self.start()
         try:
-            return process.wait(timeout=600)
+            return process.wait(timeout=halting.SECONDS)
         finally:
             process.kill()
 
@@ -93,28 +95,26 @@ def test_finished_study_is_not_changed(whole: Started):
     assert read_attempts(whole.folder) == attempts
 
 
-def await_step(study: Started, run: str, step: int, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 10 * PATIENCE
-    while last_row(study.run(run) / "metrics.jsonl").get("step", 0) < step:
-        assert process.poll() is None and time.monotonic() < deadline, study.log()
-        time.sleep(0.002)
-
-
 def test_resumed_study_produces_identical_files(whole: Started, caches: dict[str, Path], default_signals: None):
     """Stopped once by SIGTERM, after which runs save, and once by SIGKILL, after which active runs continue."""
     study = Started(whole.folder.parent, "broken", caches, BOTH, ["--num_parallel=1"])
-    process = study.start()
-    await_step(study, RUNS[0], 3, process)
+    halt = HaltPoint(study.folder.with_name("halted"), "push 3")
+    process = study.start(halt)
+    halt.wait(process, log=study.log)
+    assert last_row(study.run(RUNS[0]) / "metrics.jsonl")["step"] == 3 and not study.run(RUNS[1]).exists()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=300) == 128 + signal.SIGTERM, study.log()
+    assert process.wait(timeout=halting.SECONDS) == 128 + signal.SIGTERM, study.log()
     assert "SIGTERM: all runs have saved their last step." in study.log()
     saved = max(int(path.name) for path in (study.run(RUNS[0]) / "checkpoints").iterdir() if path.name.isdigit())
     assert saved >= 3 and last_row(study.run(RUNS[0]) / "metrics.jsonl")["step"] == saved
 
-    process = study.start()
-    await_step(study, RUNS[1], 1, process)
+    halt = HaltPoint(study.folder.with_name("halted"), "push 1")  # The first run has completed three steps.
+    process = study.start(halt)
+    halt.wait(process, log=study.log)
+    assert last_row(study.run(RUNS[1]) / "metrics.jsonl")["step"] == 1
     process.kill()
     process.wait()
+    halt.resume()
     assert study.finish() == 0, study.log()
     for name in RUNS:
         for file in ("metrics.jsonl", "generations.jsonl"):

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes import PATIENCE, TINY, TINY_ALPHABET, ByLetter
+from simulated_time import SimulatedTime
 
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers import client, served_weights
@@ -61,6 +62,7 @@ def open_rollouts(
     weight_version: str | None = None,
     in_flight: bool = False,
     dialect: Dialect = SGLANG,
+    time: SimulatedTime | None = None,
 ) -> Rollouts:
     """Returns rollouts whose HTTP requests are handled by `handle`.
 
@@ -73,7 +75,9 @@ def open_rollouts(
       weight_version: Name of the weights that servers without a folder must have. If None, any weights.
       in_flight: Whether updates keep the generations in progress.
       dialect: API of the servers.
+      time: Simulated time of the HTTP requests. If None, only their time limits are simulated.
     """
+    time = time or SimulatedTime(monkeypatch, servers, only_limits=True)
     monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(handle))
     for module in (served_weights, client):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)

@@ -2,7 +2,8 @@
 
 A process waits at the point in the environment variable POLY_EPO_HALT_AT, such as "push 3", after it has created the
 file POLY_EPO_HALTED. A signal therefore always reaches it in the same state, regardless of the speed of the machine. It
-continues when its `StopSignal` is requested. If the file exists, no process waits.
+continues when its `StopSignal` is requested, or when the test calls `HaltPoint.resume`. If the file exists, no process
+waits.
 """
 
 import contextlib
@@ -34,8 +35,9 @@ class HaltPoint:
     """
 
     def __init__(self, file: Path, at: str):
-        file.unlink(missing_ok=True)
         self._file, self.variables = file, {AT: at, HALTED: str(file)}
+        for one in (file, _resumed(file)):
+            one.unlink(missing_ok=True)
 
     def wait(self, *processes: "subprocess.Popen[Any]", log: Callable[[], str] = lambda: "") -> None:
         """Waits until a process is halted. All `processes` must keep running. `log` returns their output."""
@@ -44,6 +46,10 @@ class HaltPoint:
             assert all(process.poll() is None for process in processes), log()
             assert time.monotonic() < deadline, f"no process has reached {self.variables[AT]}\n{log()}"
             time.sleep(0.01)
+
+    def resume(self) -> None:
+        """Makes the halted process continue without a signal."""
+        _resumed(self._file).touch()
 
 
 def get_config(recipe: str = "poly_epo") -> ConfigDict:
@@ -58,6 +64,10 @@ def install() -> None:
         POINTS[name](int(number))
 
 
+def _resumed(file: Path) -> Path:
+    return file.with_name(f"{file.name}.resumed")
+
+
 def _halt() -> None:
     file, requested, request = Path(os.environ[HALTED]), threading.Event(), StopSignal.request
 
@@ -69,9 +79,8 @@ def _halt() -> None:
     with contextlib.suppress(FileExistsError):
         file.touch(exist_ok=False)
         deadline = time.monotonic() + SECONDS
-        while not requested.wait(
-            0.05
-        ):  # In the main thread, a signal handler that runs before this call may be missed.
+        # A signal that arrives just before `wait` does not interrupt it.
+        while not requested.wait(0.05) and not _resumed(file).exists():
             if time.monotonic() > deadline:  # The test has ended without a signal.
                 os._exit(1)
 
@@ -106,7 +115,8 @@ def _in_update(step: int) -> None:
             _halt()
         return update(self, *arguments)
 
-    Trainer.step, PolicyUpdate.__call__ = train_step, halted_update
+    Trainer.step = train_step
+    PolicyUpdate.__call__ = halted_update  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _before_commit(step: int) -> None:

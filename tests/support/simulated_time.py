@@ -17,19 +17,21 @@ class SimulatedTime:
     Args:
       monkeypatch: Replaces `time` and `asyncio` in the modules.
       *modules: The modules.
+      only_limits: Whether the clock and the sleeps are kept.
 
     Attributes:
       now: Time in seconds.
       expired: Time limits in seconds for which `expire` was called, in order.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, only_limits: bool = False):
         self.now, self.expired = 1000.0, list[float]()
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
-        waits = SimpleNamespace(**vars(asyncio) | {"sleep": self._sleep, "timeout": _Limit})
+        sleeps = {} if only_limits else {"sleep": self._sleep}
+        waits = SimpleNamespace(**vars(asyncio) | {"timeout": _Limit} | sleeps)
         for module in modules:
             monkeypatch.setattr(module, "asyncio", waits)
-            if hasattr(module, "time"):
+            if hasattr(module, "time") and not only_limits:
                 monkeypatch.setattr(module, "time", clock)
 
     def expire(self) -> threading.Event:

@@ -3,14 +3,15 @@
 import asyncio
 import os
 import pty
+import selectors
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from fakes import PATIENCE
 
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
@@ -50,20 +51,34 @@ def test_a_signal_cancels_a_wait_that_hangs(number: signal.Signals):
 
 @pytest.mark.usefixtures("default_signals")
 def test_a_signal_that_another_thread_receives_wakes_the_event_loop():
+    loop_waits, ended = threading.Event(), []
+
+    class Selector(selectors.DefaultSelector):
+        """Sets `loop_waits` just before the event loop waits, unless the wait ends immediately."""
+
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if timeout is None or timeout > 1:
+                loop_waits.set()
+            return super().select(timeout)
+
     def receive() -> None:
-        time.sleep(0.2)  # meanwhile, the loop waits
+        assert loop_waits.wait(PATIENCE)
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    async def wait() -> None:
+        await asyncio.sleep(PATIENCE)
+        ended.append(True)
 
     async def main() -> None:
         stop = StopSignal()
         with stop.on_signals():
             threading.Thread(target=receive).start()
             with pytest.raises(Stopped):
-                await stop.run_interruptible(asyncio.sleep(20))
+                await stop.run_interruptible(wait())
 
-    start = time.monotonic()
-    asyncio.run(main())
-    assert time.monotonic() - start < 10
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(Selector())) as runner:
+        runner.run(main())
+    assert not ended
 
 
 def test_an_exception_of_the_work_is_raised():
@@ -119,7 +134,7 @@ def test_output_to_a_closed_terminal_is_not_an_error(tmp_path: Path):
     os.close(terminal)
     assert b"ready" in os.read(controller, 100)
     os.close(controller)
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE) == 0
     assert (tmp_path / "stopped").read_text() == "SIGHUP"
 
 
@@ -135,4 +150,4 @@ asyncio.run(main())
 
 
 def test_a_process_can_exit_while_a_daemon_thread_hangs():
-    assert subprocess.run([sys.executable, "-c", HUNG], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", HUNG], cwd=ROOT, timeout=PATIENCE).returncode == 0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fakes import PATIENCE, TINY_ALPHABET, ByLetter, collect, tiny_problems
 from policy_servers import MODEL, ROUTER, URLS, PolicyServers, adam_step, initial_params
+from simulated_time import SimulatedTime
 
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.transformer import abstract_model
@@ -67,6 +68,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for name, value in faults.items():
             setattr(servers, name, value)
         monkeypatch.setattr(http_client, "open_transport", lambda proxy: httpx.MockTransport(servers.handle))
+        SimulatedTime(monkeypatch, http_client, only_limits=True)  # Fake servers compute in the event loop.
         for module in (served_weights, client):
             monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
         reference = WeightReference(abstract_model(config), make_mesh(1, 1, 1), "bfloat16")

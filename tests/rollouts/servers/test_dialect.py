@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_servers import UNCHECKED
-from fakes import TINY, ByLetter, collect, tiny_params
+from fakes import PATIENCE, TINY, ByLetter, collect, tiny_params
 
 from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import ConfigError
@@ -98,8 +98,8 @@ def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
     server = Other()
     sync = DiskSync(tmp_path, "a run", TINY, "float32")
     assert isinstance(server, Dialect) and isinstance(sync, WeightSync)
-    weights = ServedWeights(sync, server, UNCHECKED, 10.0, 10.0, sleeps=True)
-    sampler = ServerSampler([URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=10.0)
+    weights = ServedWeights(sync, server, UNCHECKED, PATIENCE, PATIENCE, sleeps=True)
+    sampler = ServerSampler([URL], weights, (1,), vocab_size=32, max_concurrent=4, timeout_seconds=PATIENCE)
     rollouts = Rollouts(sampler, build_character_tokenizer("abc"), ByLetter(), max_prompt_tokens=8)
     for version in (1, 2):
         asyncio.run(rollouts.push_weights(tiny_params(version), version))

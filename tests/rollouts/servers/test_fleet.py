@@ -73,7 +73,9 @@ def test_concurrent_calls_share_the_generation_limit(monkeypatch: pytest.MonkeyP
         count = len(json.loads(request.content)["sampling_params"])
         running += count
         most = max(most, running)
-        await asyncio.sleep(0.01)
+        await until(lambda: most >= 8)
+        for _ in range(100):  # Further requests would arrive now.
+            await asyncio.sleep(0)
         running -= count
         return generated(request, "w")
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +10,10 @@ import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
 from fakes import PATIENCE, collect, tiny_params, tiny_problems, until
+from simulated_time import SimulatedTime
 
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.system import http_client
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Group, Sampling
 
@@ -29,7 +30,8 @@ class Routed:
         self.dead: set[str] = set()
         self.served: list[tuple[str, str]] = []  # (worker, weight version) of each generation.
         self.fixed: set[str] = set()  # Workers that do not accept weights.
-        self.hung: set[str] = set()
+        self.hung: set[str] = set()  # Workers that accept requests and never answer, so that their time limits expire.
+        self.time: SimulatedTime | None = None
         self.dying = ""  # Worker that terminates when it receives weights.
         self.first = ""  # Worker that must generate before the others do.
         self.waiting = 0  # Number of prompts that wait for `first`.
@@ -42,7 +44,10 @@ class Routed:
             return await self.route(request)
         if url in self.dead:
             raise httpx.ConnectError("dead")
-        await until(lambda: url not in self.hung)
+        if url in self.hung:
+            assert self.time is not None
+            self.time.expire()
+            await asyncio.Event().wait()
         if self.first and url != self.first and b"return_logprob" in request.content:
             self.waiting += 1
             await until(lambda: any(server == self.first for server, _ in self.served))
@@ -133,26 +138,34 @@ def test_an_added_worker_is_updated_before_it_generates(tmp_path: Path, monkeypa
     assert rollouts.metrics()["rollouts/resampled"] == 0
 
 
-@pytest.mark.parametrize("how", ["dead", pytest.param("hung", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["dead", "hung"])
 def test_a_worker_that_does_not_respond_delays_neither_updates_nor_batches(how: str, tmp_path: Path, monkeypatch):
     fake = Routed()
     getattr(fake, how).add(WORKERS[1])
-    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
-    start = time.monotonic()
+    time = fake.time = SimulatedTime(monkeypatch, http_client)
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, wait_seconds=math.inf, time=fake.time)
+
+    async def main(version: int) -> list[Group]:
+        time.expired.clear()
+        async with asyncio.timeout(PATIENCE):  # Waiting for the worker would never end.
+            await rollouts.push_weights(tiny_params(version), version)
+            assert sum(time.expired) <= 2 and time.now == before
+            return await all_groups(rollouts)
+
     for version in (1, 2):
-        asyncio.run(rollouts.push_weights(tiny_params(version), version))
-        assert len(collect(rollouts, tiny_problems(4, 8), 3, Sampling(4))) == 4
-        assert_served(fake, WORKERS[:1], str(version), 4)
-    assert time.monotonic() - start < PATIENCE / 4
+        before = time.now
+        assert len(asyncio.run(main(version))) == 32
+        assert_served(fake, WORKERS[:1], str(version), 32)
     assert fake.versions[WORKERS[1]] == "default"
 
 
-@pytest.mark.parametrize("how", ["dead", pytest.param("hung", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["dead", "hung"])
 def test_a_worker_that_responds_late_is_updated_before_it_generates(how: str, tmp_path: Path, monkeypatch):
     fake, late = Routed(), WORKERS[1]
     silent: set[str] = getattr(fake, how)
     silent.add(late)
-    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path)
+    fake.time = SimulatedTime(monkeypatch, http_client)
+    rollouts = open_rollouts(fake.handle, monkeypatch, [ROUTER], tmp_path, wait_seconds=math.inf, time=fake.time)
 
     async def main() -> None:
         await rollouts.push_weights(tiny_params(1), 1)

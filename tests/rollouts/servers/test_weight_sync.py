@@ -205,8 +205,8 @@ def test_one_of_two_processes_with_shared_servers_pushes_the_weights(tmp_path: P
         fake = Servers()
         fake.may_end.set()
         first = open_rollouts(fake.handle, monkeypatch, URLS, tmp_path)
-        limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": 30.0}
-        sampler = ServerSampler(URLS, ServedWeights(None, SGLANG, UNCHECKED, 30.0, 30.0), (1, 14), **limits)
+        limits = {"vocab_size": TINY.vocab_size, "max_concurrent": 64, "timeout_seconds": PATIENCE}
+        sampler = ServerSampler(URLS, ServedWeights(None, SGLANG, UNCHECKED, PATIENCE, PATIENCE), (1, 14), **limits)
         second = Rollouts(sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8)
 
         async def begin(version: int) -> asyncio.Task[list[Group]]:
@@ -219,8 +219,8 @@ def test_one_of_two_processes_with_shared_servers_pushes_the_weights(tmp_path: P
             return task
 
         waiting = await begin(1)
-        seconds[0] = 31.0
-        with pytest.raises(ServerError, match=r"did not push weights run-1 to http://[ab] within 30 s"):
+        seconds[0] = PATIENCE + 1
+        with pytest.raises(ServerError, match=rf"did not push weights run-1 to http://[ab] within {PATIENCE:g} s"):
             async with asyncio.timeout(PATIENCE):
                 await waiting
         for version in (1, 2):
