@@ -135,7 +135,7 @@ def test_the_gradient_does_not_store_all_logits():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 8, 1), (1, 1, 8)])
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 1, 8)])
 def test_results_do_not_depend_on_the_mesh(axes):
     inputs = random_inputs(rows=8, width=16, vocab=64)
     expected = values_and_gradients(all_logprobs, *inputs)
