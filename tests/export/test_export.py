@@ -1,4 +1,4 @@
-"""Tests that an export has the tokenizer files of the base policy and the stop tokens of the run."""
+"""Tests that an export has the trained weights, the base policy's tokenizer files and the run's stop tokens."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ import pytest
 import transformers
 from adapted import ADAPTED, adapted_params
 from fakes import TINY, TINY_ALPHABET, TINY_MODEL, tiny_params, tiny_problems
+from safetensors.numpy import load_file
 from samplers import MAX_PROMPT, MAX_TOKENS, STOP_IDS, generate, make_rollouts
 
 from poly_epo_jax.config import default
@@ -36,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base policy with a chat template in tokenizer_config.json, as older versions of transformers write it."""
     folder, tokenizer = tmp_path_factory.mktemp("base") / "model", build_character_tokenizer(TINY_ALPHABET)
     tokenizer.add_special_tokens({"additional_special_tokens": CONTROL})
-    hf.save_pretrained(folder, tiny_params(), TINY, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
+    hf.save_pretrained(folder, tiny_params(1), TINY, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
     (folder / "digests.json").unlink()
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
@@ -67,6 +68,34 @@ def test_tokenizer_files_are_those_of_the_base_policy(base: Path, exported: Path
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert tokenizer.encode("may") == [14, 2, 26]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "may"}], tokenize=False) == "may"
+
+
+def test_transformers_accepts_the_configuration(exported: Path):
+    config = transformers.AutoConfig.from_pretrained(exported)
+    assert type(config) is transformers.Qwen3Config and config.architectures == ["Qwen3ForCausalLM"]
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (16, 24, 2)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    assert (config.vocab_size, config.tie_word_embeddings, config.rms_norm_eps) == (32, True, 1e-6)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_tensors_are_the_weights_of_the_checkpoint(exported: Path):
+    params, tensors = tiny_params(), load_file(exported / "model.safetensors")
+    expected = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"]}
+    for layer in range(TINY.num_layers):
+        own = {name: stacked[layer] for name, stacked in params["layers"].items()}
+        prefix = f"model.layers.{layer}"
+        expected |= {f"{prefix}.self_attn.{name}_proj.weight": own[name].reshape(16, -1).T for name in "qkv"}
+        expected |= {f"{prefix}.self_attn.{name}_norm.weight": own[f"{name}_norm"] for name in "qk"}
+        expected |= {f"{prefix}.mlp.{name}_proj.weight": own[name].T for name in ("gate", "up", "down")}
+        expected |= {
+            f"{prefix}.self_attn.o_proj.weight": own["o"].reshape(-1, 16).T,
+            f"{prefix}.input_layernorm.weight": own["attention_norm"],
+            f"{prefix}.post_attention_layernorm.weight": own["mlp_norm"],
+        }
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor, expected[name], strict=True)
 
 
 def test_control_tokens_among_the_stop_strings_end_generation_and_the_card_lists_the_others(exported: Path):

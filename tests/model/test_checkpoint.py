@@ -234,7 +234,7 @@ def test_a_changed_record_is_detected(tmp_path, saved, key):
 def test_an_invalid_record_is_corrupted(tmp_path, saved):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     checkpoints = Checkpoints(tmp_path)
-    for record in ([], 3, None, {}, {"digest": "0"}, {"data": {}, "fingerprints": {}}):
+    for record in ([], None, {}, {"digest": "0"}, {"data": {}, "fingerprints": {}}):
         (tmp_path / "3" / "data" / "metadata").write_text(json.dumps(record))
         with pytest.raises(CheckpointError, match="3 is corrupted"):
             restore_small(checkpoints, 3)

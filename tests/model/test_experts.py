@@ -67,9 +67,13 @@ def test_outputs_and_gradients_match_all_experts(axes):
     expected = compiled(dense, *operands())
     with on_mesh(axes):
         assert_trees_close(compiled(EXPERTS_OF_TOKENS, *operands()), expected)
-        if axes:  # Without a mesh, the sharding of the weights has no effect.
-            found = jax.jit(functools.partial(apply_experts, jax.nn.silu, False))(*operands())
-            assert_trees_close(found, expected[0])
+
+
+@pytest.mark.parametrize("axes", [(2, 2, 1, 2), (1, 2, 2, 2)])
+def test_outputs_of_replicated_weights_match_all_experts(axes):
+    expected, _ = compiled(dense, *operands())
+    with on_mesh(axes):
+        assert_trees_close(jax.jit(functools.partial(apply_experts, jax.nn.silu, False))(*operands()), expected)
 
 
 def test_load_is_relative_to_the_mean():

@@ -55,10 +55,16 @@ def test_packed_rows_equal_the_recurrence(decay):
     np.testing.assert_allclose(memory, last, atol=1e-5)
 
 
-def test_gradients_equal_those_of_single_tokens():
-    first = segment_starts(CHUNK + 9, 40)[None]
-    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(1, first.shape[1])]
+def compiled_gradient(function):
+    return jax.jit(jax.grad(lambda *inputs: jnp.sin(function(*inputs)).sum(), argnums=range(5)))
 
+
+TWO_SEGMENTS = segment_starts(CHUNK + 9, 40)[None]
+INPUTS = [x.astype(np.float32) for x in random_inputs(1, TWO_SEGMENTS.shape[1])]
+gradient_in_chunks = compiled_gradient(lambda *inputs: in_chunks(TWO_SEGMENTS, *inputs)[0])
+
+
+def test_gradients_equal_those_of_single_tokens():
     def by_token(q, k, v, log_decay, beta):
         def step(memory, token):
             q, k, v, log_decay, beta, is_first = token
@@ -66,23 +72,17 @@ def test_gradients_equal_those_of_single_tokens():
             return memory, y
 
         tokens = [x.swapaxes(0, 1) for x in (q, k, v, log_decay, beta)]
-        is_first = jnp.asarray(first[0] == np.arange(first.shape[1]))
+        is_first = jnp.asarray(TWO_SEGMENTS[0] == np.arange(TWO_SEGMENTS.shape[1]))
         return jax.lax.scan(step, jnp.zeros((1, HEADS, KEY_DIM, VALUE_DIM)), (*tokens, is_first))[1].swapaxes(0, 1)
 
-    def gradient(function):
-        return jax.jit(jax.grad(lambda *inputs: jnp.sin(function(*inputs)).sum(), argnums=range(5)))(*inputs)
-
-    for found, expected in zip(gradient(lambda *inputs: in_chunks(first, *inputs)[0]), gradient(by_token), strict=True):
+    for found, expected in zip(gradient_in_chunks(*INPUTS), compiled_gradient(by_token)(*INPUTS), strict=True):
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
 def test_programs_do_not_call_lapack():
     """Concurrent calls of LAPACK block the threads of the pool on which they wait, which can deadlock."""
-    first = np.zeros((1, CHUNK), int)
-    inputs = [jnp.asarray(x, jnp.float32) for x in random_inputs(1, CHUNK)]
-    loss = jax.jit(jax.grad(lambda *inputs: in_chunks(first, *inputs)[0].sum(), argnums=range(5)))
-    program = loss.lower(*inputs).compile().as_text()
+    program = gradient_in_chunks.lower(*INPUTS).compile().as_text()
     assert program and 'custom_call_target="lapack' not in program
 
 

@@ -51,8 +51,10 @@ def test_values_and_gradients_of_selected_tokens_match_the_reference(chunk_token
 
     @jax.jit
     def selected(hidden, wanted):
-        options = {"temperature": temperature, "chunk_tokens": chunk_tokens}
-        return values_and_gradients(lambda *x: token_logprobs(*x, wanted, **options), hidden, head, targets, cotangents)
+        def logprobs(hidden, head, targets):
+            return token_logprobs(hidden, head, targets, wanted, temperature=temperature, chunk_tokens=chunk_tokens)
+
+        return values_and_gradients(logprobs, hidden, head, targets, cotangents)
 
     for fraction in (0.0, 0.02, 0.3, 0.9, 1.0):
         wanted = np.random.default_rng(1).random(targets.shape) < fraction
@@ -135,7 +137,7 @@ def test_the_gradient_does_not_store_all_logits():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 8, 1), (1, 1, 8)])
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 1, 8)])
 def test_results_do_not_depend_on_the_mesh(axes):
     inputs = random_inputs(rows=8, width=16, vocab=64)
     expected = values_and_gradients(all_logprobs, *inputs)

@@ -40,7 +40,7 @@ def test_matmul_without_a_mesh():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 2)])
 def test_gradients_are_summed_in_float32_and_scattered(sizes):
     mesh = make_mesh(*sizes)
     rows, split = PartitionSpec(("data", "fsdp")), PartitionSpec("fsdp", "tensor")

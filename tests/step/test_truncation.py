@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import PROBLEMS, RandomLetters
@@ -151,7 +152,7 @@ def packer(normalization: str, num_minibatches: int, rows: int) -> MinibatchPack
 @jax.grad
 def loss_gradient(logprobs: jax.Array, batch: PackedBatch) -> jax.Array:
     fixed = jax.lax.stop_gradient(logprobs)
-    tokens = set_rl.Tokens(logprobs, fixed, batch.advantages, batch.weights, batch.segment_ids)
+    tokens = set_rl.Tokens(logprobs, fixed, *map(jnp.asarray, (batch.advantages, batch.weights, batch.segment_ids)))
     return set_rl.ppo_clip_loss(tokens)[0]
 
 

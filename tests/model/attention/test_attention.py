@@ -81,7 +81,7 @@ def test_auto_selects_blockwise_on_cpu():
     assert auto == of_blockwise != of_triton
 
 
-@pytest.mark.parametrize("block", [8, 32, 64])
+@pytest.mark.parametrize("block", [8, 64])
 def test_blockwise_gradients_match_the_full_matrix(block, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
     attend = functools.partial(packed_attention, implementation="blockwise")
@@ -93,8 +93,7 @@ def test_blockwise_gradients_match_the_full_matrix(block, monkeypatch):
             np.testing.assert_allclose(x, y, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("windows", [(0,), (1, 7, 100)])
-@pytest.mark.parametrize("block", [8, 16])
+@pytest.mark.parametrize(("block", "windows"), [(16, (0,)), (8, (1, 7, 100))])
 def test_blockwise_with_shared_prompts_and_windows_matches_the_full_matrix(block, windows, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
 
