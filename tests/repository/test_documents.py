@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quick_compiles
@@ -277,8 +278,23 @@ def from_documents() -> dict[str, str]:
     return found
 
 
+def program_of(command: str) -> str:
+    """Returns the command of the package or, for other commands, the first two words."""
+    package = re.search(r"(?:python -m poly_epo_jax\.|poly-epo )(\w+)", command)
+    return package[1] if package else " ".join(command.split()[:2])
+
+
 COMMANDS = from_documents()
 HERE = [command for command in COMMANDS if not ((rule := rule_of(command)) and rule.elsewhere)]
+FIRST = {program_of(command): command for command in reversed(HERE)}
+"""The first command of each program."""
+LEARNED_FIRST = {"README.md", *(path.name for path in (ROOT / "docs" / "tutorials").glob("*.md"))}
+"""Documents whose commands are all default tests. Of the other documents, the first command of each program is."""
+
+
+def parameter_of(command: str) -> Any:
+    is_default = COMMANDS[command] in LEARNED_FIRST or command in FIRST.values()
+    return pytest.param(command, id=f"{COMMANDS[command]}: {command}", marks=() if is_default else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +338,7 @@ def test_each_command_has_a_rule_and_each_rule_a_command():
     assert not unused, "no document contains a matching command; remove these rules"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", HERE, ids=[f"{COMMANDS[command]}: {command}" for command in HERE])
+@pytest.mark.parametrize("command", map(parameter_of, HERE))
 def test_the_command_runs_as_documented(command: str, user: Callable[[str], tuple[int, str]]):
     rule = rule_of(command)
     assert rule, "no rule in RULES"

@@ -12,8 +12,6 @@ from training_runs import Run
 
 from poly_epo_jax.records.run_folder import read_rows
 
-pytestmark = pytest.mark.slow
-
 LAST_STEP, CHECKPOINT_EVERY = 24, 5
 CHANGES = {
     "algo.num_sets": 20,  # sets are sampled with a key, which must be the same after a restart
@@ -24,6 +22,21 @@ CHANGES = {
     "eval.every": 8,
 }
 REPRODUCED = ("metrics.jsonl", "generations.jsonl")
+
+
+def test_a_killed_and_resumed_run_writes_the_same_bytes(tmp_path: Path, caches: dict[str, Path]):
+    """A short form of the slow tests below."""
+    changes = CHANGES | caches | {"train.num_steps": 4, "checkpoint.every": 2, "eval.every": 4}
+    uninterrupted, killed = Run(tmp_path, "uninterrupted", changes), Run(tmp_path, "killed", changes)
+    uninterrupted.finish()
+    assert killed.stop("update 4", signal.SIGKILL) == [-signal.SIGKILL]
+    assert killed.checkpoints() == [2]
+    killed.finish()
+    assert killed.bytes(*REPRODUCED) == uninterrupted.bytes(*REPRODUCED)
+    (first, second) = (jax.tree.leaves(run.params()) for run in (uninterrupted, killed))
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
+    assert any(row["policy/update_norm"] > 0 for row in read_rows(killed.folder / "metrics.jsonl") if "reward" in row)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +63,7 @@ def interrupted(uninterrupted: Run) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_the_run_learns(uninterrupted: Run):
     """Without weight changes, the comparisons below would be trivial."""
     rows = read_rows(uninterrupted.folder / "metrics.jsonl")
@@ -62,6 +76,7 @@ def test_the_run_learns(uninterrupted: Run):
     assert trained[-1]["policy/reference_kl"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPRODUCED)
 def test_rows_are_identical(uninterrupted: Run, interrupted: Run, name: str):
     assert interrupted.bytes(name) == uninterrupted.bytes(name)
@@ -75,6 +90,7 @@ def restored(run: Run) -> tuple[Any, Any]:
     return found.state, found.data
 
 
+@pytest.mark.slow
 def test_final_checkpoints_are_identical(uninterrupted: Run, interrupted: Run):
     (states, positions) = zip(restored(uninterrupted), restored(interrupted), strict=True)
     flat, trees = zip(*map(jax.tree.flatten, states), strict=True)
@@ -85,6 +101,7 @@ def test_final_checkpoints_are_identical(uninterrupted: Run, interrupted: Run):
     assert positions[0] == positions[1]
 
 
+@pytest.mark.slow
 def test_restarting_a_finished_run_changes_nothing(uninterrupted: Run):
     names = [*REPRODUCED, "timing.jsonl", "config.json"]
     before = uninterrupted.bytes(*names), uninterrupted.checkpoints()
