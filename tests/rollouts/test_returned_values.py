@@ -13,7 +13,7 @@ from fakes import PROBLEMS, ByLetter, LetterJudge, group, unchecked
 from tiny_training import tiny_config, tiny_experience
 
 from poly_epo_jax.config.keys import JudgeSection
-from poly_epo_jax.doctor import judge as doctor_judge
+from poly_epo_jax.doctor import servers as doctor_servers
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
@@ -165,7 +165,7 @@ def test_failures_missing_clusters_and_jax_arrays_are_valid(returned: Any):
 
 def test_the_doctor_checks_the_result_of_the_judge():
     with pytest.raises(ValueError, match=r"^Returning\.cluster returned .* problem doctor: its ids are \[0, 0, 1, 2\]"):
-        asyncio.run(doctor_judge._cluster(Returning(clustering([0, 0, 1, 2])), doctor_judge._group()))
+        asyncio.run(doctor_servers._cluster(Returning(clustering([0, 0, 1, 2])), doctor_servers._group()))
 
 
 COUNTED = np.arange(101)

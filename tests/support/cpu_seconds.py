@@ -38,29 +38,32 @@ class CpuSeconds:
     Attributes:
       limit: Maximum number of CPU seconds of the session.
       by_file: CPU seconds by test file.
+      start: CPU seconds of this process at the start of the current test.
       total: CPU seconds of the session, which are known at its end.
     """
 
     def __init__(self, limit: float):
         self.limit = limit
-        self.by_file = collections.Counter[str]()
-        self.total = 0.0
+        self.by_file: dict[str, float] = collections.defaultdict(float)
+        self.start, self.total = 0.0, 0.0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        item.user_properties.append(("cpu_start", used()))
+        self.start = used()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
         """Adds the seconds since the start of a test to the report of its last phase, which workers send."""
         report = yield
         if call.when == "teardown":
-            report.user_properties.append(("cpu_seconds", used() - dict(item.user_properties)["cpu_start"]))
+            report.user_properties.append(("cpu_seconds", used() - self.start))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.by_file[report.nodeid.partition("::")[0]] += float(dict(report.user_properties).get("cpu_seconds", 0))
+        for name, value in report.user_properties:
+            if name == "cpu_seconds" and isinstance(value, float):
+                self.by_file[report.nodeid.partition("::")[0]] += value
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -71,7 +74,7 @@ class CpuSeconds:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("CPU seconds")
-        for name, seconds in self.by_file.most_common(NUM_FILES):
+        for name, seconds in sorted(self.by_file.items(), key=lambda item: -item[1])[:NUM_FILES]:
             terminalreporter.write_line(f"{seconds:7.1f}  {name}")
         message = f"{self.total:7.1f}  in total, of at most {self.limit:.0f} (--max-cpu-seconds)"
         terminalreporter.write_line(message, red=self.total > self.limit)

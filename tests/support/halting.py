@@ -115,7 +115,7 @@ def _in_update(step: int) -> None:
             _halt()
         return update(self, *arguments)
 
-    Trainer.step = train_step
+    Trainer.step = train_step  # pyright: ignore[reportAttributeAccessIssue]
     PolicyUpdate.__call__ = halted_update  # pyright: ignore[reportAttributeAccessIssue]
 
 
