@@ -218,17 +218,20 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("key", ["data", "fingerprints", "digest"])
-def test_a_changed_record_is_detected(tmp_path, saved, key):
+@pytest.fixture(scope="module")
+def reader(saved):
+    return Checkpoints(saved)
+
+
+def test_a_changed_record_is_detected(tmp_path, saved):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    checkpoints = Checkpoints(tmp_path)
-    file = tmp_path / "3" / "data" / "metadata"
+    checkpoints, file = Checkpoints(tmp_path), tmp_path / "3" / "data" / "metadata"
     content = json.loads(file.read_text())
-    content[key] = {"data": {"step": 4}, "fingerprints": {"x": 1}, "digest": "0"}[key]
-    file.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"All checkpoints in \S+ are corrupted\. .* or delete the run"):
-        checkpoints.restore_latest(lambda step: restore_small(checkpoints, step))
-    assert steps_on_disk(tmp_path) == [3]
+    for change in ({"data": {"step": 4}}, {"fingerprints": {"x": 1}}, {"digest": "0"}):
+        file.write_text(json.dumps(content | change))
+        with pytest.raises(CheckpointError, match=r"All checkpoints in \S+ are corrupted\. .* or delete the run"):
+            checkpoints.restore_latest(lambda step: restore_small(checkpoints, step))
+        assert steps_on_disk(tmp_path) == [3]
 
 
 def test_an_invalid_record_is_corrupted(tmp_path, saved):
@@ -254,13 +257,13 @@ def test_an_invalid_record_is_corrupted(tmp_path, saved):
         (RuntimeError(f"[os_error_code='{errno.ESTALE}']"), OSError, "/3: Stale file handle"),
     ],
 )
-def test_read_errors_are_corruption_or_transient(tmp_path, monkeypatch, error, raised, message):
+def test_read_errors_are_corruption_or_transient(reader, monkeypatch, error, raised, message):
     def restore(*_, **__):
         raise error
 
     monkeypatch.setattr(ocp.CheckpointManager, "restore", restore)
     with pytest.raises(raised, match=message) as found:
-        Checkpoints(tmp_path)._read(3)
+        reader._read(3)
     assert len(str(found.value).splitlines()) == 1 and isinstance(found.value, CheckpointError | OSError)
 
 
