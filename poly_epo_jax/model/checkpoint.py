@@ -68,13 +68,8 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
-    def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, or None. Interrupted saves do not count."""
-        return self._manager.latest_step()
-
-    @property
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, in ascending order."""
+        """Steps of all complete checkpoints, in ascending order. Interrupted saves do not count."""
         return sorted(self._manager.all_steps())
 
     @property

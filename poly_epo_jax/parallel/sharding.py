@@ -131,6 +131,19 @@ def constrain_sharding(x: jax.Array, *spec: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Maps a function over the shards of the current mesh. Returns it unchanged without a mesh.
+
+    Args:
+      function: Function of the shards of a device, with explicit collectives.
+      in_specs: PartitionSpec of each argument.
+      out_specs: PartitionSpec of each result.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Gathers a weight over `fsdp`, so that its matmuls are sharded over rows and `tensor` only.
 

@@ -112,7 +112,7 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
     """Returns the flags, and the configuration of --config (by default, the default configuration) with overrides."""
-    overrides = [_with_value(argument) for argument in arguments if argument.startswith(KEY)]
+    overrides = [argument for argument in arguments if argument.startswith(KEY)]
     flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
     if unknown:
         raise ConfigError(unknown_argument(unknown[0], parser))
@@ -132,14 +132,8 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
       ConfigError: If a key or value is invalid.
     """
     values = ConfigDict(config.to_dict())
-    _override(values, [_with_value(override) for override in overrides])
+    _override(values, overrides)
     return read_config(values, training=False)
-
-
-def _with_value(override: str) -> str:
-    if "=" not in override:
-        raise ConfigError(f"{override} has no value; write {override}=VALUE.")
-    return override
 
 
 def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
@@ -150,7 +144,9 @@ def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
 
 def _set(config: ConfigDict, override: str) -> None:
     """Sets the key that an override names."""
-    key, _, text = override.removeprefix(KEY).partition("=")
+    key, equals, text = override.removeprefix(KEY).partition("=")
+    if not equals:
+        raise ConfigError(f"{override} has no value; write {override}=VALUE.")
     types = {name: field.type for name, field, _ in Config().flat()}
     section, _, name = key.rpartition(".")
     if key not in types and not (section in types and section.endswith("options")):
@@ -206,7 +202,8 @@ def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
       argument: The argument. Passwords in it are not repeated.
       parser: Parser of the command.
     """
-    name, _, value = map(_without_password, argument.partition("="))
+    # The text before an @ may be a user and password in a server address.
+    name, _, value = (re.sub(r"\S*@", "...@", part) for part in argument.partition("="))
     return f"unknown argument {name}; {_hint(name, value, parser)}."
 
 
@@ -223,11 +220,6 @@ def _hint(argument: str, value: str, parser: argparse.ArgumentParser) -> str:
         or difflib.get_close_matches(f"--{name}", flags, 1)
     )
     return f"write {' or '.join(near)}" if near else "--help lists the flags and keys"
-
-
-def _without_password(text: str) -> str:
-    """Replaces the text before an @, which may be a user and password in a server address."""
-    return re.sub(r"\S*@", "...@", text)
 
 
 def _describe_keys(values: Config, origin: str) -> str:

@@ -58,7 +58,7 @@ def test_a_state_is_restored_on_other_meshes(tmp_path):
     for axes in ((1, 8, 1), (1, 1, 1)):
         onto = make_update(*axes)
         checkpoints = Checkpoints(tmp_path, keep=2)
-        assert checkpoints.latest_step == 5
+        assert checkpoints.steps[-1] == 5
         restored, data_state = checkpoints.restore(5, onto.abstract_state, onto.shardings)
         checkpoints.close()
         assert_trees_equal(restored, state)
@@ -140,13 +140,13 @@ def restore_small(checkpoints, step):
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step is None
+    assert not checkpoints.steps
     for step in (3, 6, 10):
         save_small(checkpoints, step)
     checkpoints.close()
     assert steps_on_disk(tmp_path) == [6, 10]
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step == 10
+    assert checkpoints.steps[-1] == 10
     assert restore_small(checkpoints, 6) == ([6] * 4, {"step": 6})
     save_small(checkpoints, 11)
     checkpoints.close()
@@ -165,12 +165,12 @@ def test_an_incomplete_checkpoint_is_ignored(tmp_path, suffix):
     shutil.rmtree(half / "state")
 
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step == 1
+    assert checkpoints.steps[-1] == 1
     assert restore_small(checkpoints, 1) == ([1] * 4, {"step": 1})
     save_small(checkpoints, 2)
     checkpoints.close()
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step == 2
+    assert checkpoints.steps[-1] == 2
     assert restore_small(checkpoints, 2) == ([2] * 4, {"step": 2})
     checkpoints.close()
 

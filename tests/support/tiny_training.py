@@ -21,7 +21,7 @@ from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.rollouts.prompts import ProblemOrder
 from poly_epo_jax.set_rl import Loss
-from poly_epo_jax.step.advantages import AdvantageFunction, make_advantages, make_estimator, make_loss
+from poly_epo_jax.step.advantages import AdvantageFunction, make_advantages, make_loss
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
@@ -130,9 +130,7 @@ def tiny_experience(
         ProblemOrder(problems, config.train.prompts_per_batch, seed=0),
         advantages or make_advantages(config.algo, seed=0),
         lambda step: Sampling(2, seed=step),
-        config.train,
-        config.judge,
-        make_estimator(config.algo).reads_judge,
+        config,
         Timeline(),
     )
 
