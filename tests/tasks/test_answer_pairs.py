@@ -138,7 +138,7 @@ def test_rules_take_linear_time(text: str):
 
 def test_identical_answers_are_equal_without_algebra(monkeypatch: pytest.MonkeyPatch):
     pool = Verifier(1)
-    monkeypatch.setattr(pool, "_start", lambda: pytest.fail("a worker would compare the answers"))
+    monkeypatch.setattr(pool, "call", lambda *_: pytest.fail("a worker would compare the answers"))
     for answer in ("9^{9^{9}}", r"(2,\infty)", "5?", "26 = 27"):
         assert pool.compare(answer, f" {answer}.") is Outcome.RIGHT
     assert pool.compare("", "") is pool.compare("\u200b", "\u200b") is Outcome.WRONG
