@@ -183,13 +183,10 @@ class Experience:
 
     def _judge_load(self) -> JudgeLoad:
         """Returns the size of the largest judge request."""
-        config = self.config
-        return JudgeLoad(
-            max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
-            config.train.max_prompt_tokens,
-            config.sampling.max_tokens,
-            config.sampling.max_turns if isinstance(self.task, Interactive) else 1,
-        )
+        config, train, sampling = self.config, self._train, self.config.sampling
+        num_generations = max(train.num_generations, config.eval.num_generations if config.eval.every else 0)
+        num_turns = sampling.max_turns if isinstance(self.task, Interactive) else 1
+        return JudgeLoad(num_generations, train.max_prompt_tokens, sampling.max_tokens, num_turns)
 
     def _num_missing(self, step: int) -> int:
         """Returns the number of prompts that a round of the step needs, or 0 if the queue has enough complete groups.
@@ -264,8 +261,9 @@ class Experience:
 
     def _is_too_old(self, one: _Complete, step: int) -> bool:
         """Returns True if a group is older than the queue allows. Only a sampler with outdated weights generates it."""
-        versions = [generation.weight_versions.min() for generation in one.graded.group.generations]
-        return bool(versions) and 0 < self._train.staleness < step - 1 - min(versions)
+        oldest = step - 1 - self._train.staleness
+        versions = (generation.weight_versions for generation in one.graded.group.generations)
+        return self._train.staleness > 0 and any(int(of_tokens.min()) < oldest for of_tokens in versions)
 
     def _take(self, step: int, position: int, counts: Metrics) -> Batch:
         """Removes the groups of a batch from the queue.

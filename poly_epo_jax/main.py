@@ -64,7 +64,7 @@ from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
-from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
+from poly_epo_jax.train import Trainer, TrainProgress, train
 from poly_epo_jax.types import Problem, Sampling, Task
 
 
@@ -135,12 +135,11 @@ def _run(config: Config, prepared: Prepared) -> None:
     evaluate = partial(
         evaluate_held_out, rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop
     )
-    intervals = (config.eval.every, config.checkpoint.every, config.log.generations_every)
-    schedule, step = TrainSchedule(config.train.num_steps, *intervals), progress.step
+    step = progress.step
     with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
         is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
         try:
-            run_in_loop(train(trainer, evaluate, checkpoints, tracker, schedule, is_evaluated), stop)
+            run_in_loop(train(trainer, evaluate, checkpoints, tracker, config, is_evaluated), stop)
         finally:
             sampler.close()
             trainer.progress = trainer.reference = None  # a kept exception may hold the trainer in a closure

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.checkpoint import Checkpoints
@@ -114,34 +115,12 @@ class Trainer:
         return self.progress
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainSchedule:
-    """Number of steps of a run, and intervals in steps. The last step always ends with a checkpoint.
-
-    Attributes:
-      num_steps: Last step of the run.
-      evaluate: Interval between evaluations, which also take place before the first step and at the last step. 0
-        disables evaluations.
-      checkpoint: Interval between checkpoints.
-      log_generations: Interval between steps whose generations are logged. Those of the last step are also logged.
-    """
-
-    num_steps: int
-    evaluate: int
-    checkpoint: int
-    log_generations: int
-
-    def is_due(self, interval: int, step: int) -> bool:
-        """Returns True if `step` is a multiple of `interval` or the last step, and `interval` is not 0."""
-        return bool(interval) and (step % interval == 0 or step == self.num_steps)
-
-
 async def train(
     trainer: Trainer,
     evaluate: Callable[[], Awaitable[Metrics]],
     checkpoints: Checkpoints,
     tracker: Tracker | None,
-    schedule: TrainSchedule,
+    config: Config,
     is_evaluated: bool = False,
 ) -> None:
     """Runs the remaining steps.
@@ -154,7 +133,9 @@ async def train(
       evaluate: Evaluates the policy on held-out problems.
       checkpoints: Checkpoints of the run.
       tracker: Writes the records of the run. None on processes that do not log.
-      schedule: Number of steps and intervals.
+      config: The configuration, with the number of steps and the intervals between evaluations, checkpoints and logged
+        generations. Evaluations also take place before the first step and at the last step, and the last step always
+        ends with a checkpoint.
       is_evaluated: Whether the policy that training continues from has been evaluated.
 
     Raises:
@@ -165,7 +146,7 @@ async def train(
       OSError: If a checkpoint or a row cannot be written, or if a server cannot be used.
     """
     saved = trainer.current.step
-    loop = _Loop(trainer, evaluate, checkpoints, tracker, schedule, logged=saved, saved=saved)
+    loop = _Loop(trainer, evaluate, checkpoints, tracker, config, logged=saved, saved=saved)
     trainer.experience.num_lost = trainer.current.ahead
     if tracker is not None:
         tracker.show_stages(trainer.timeline)
@@ -173,7 +154,7 @@ async def train(
     with trainer.experience.stop.on_signals():
         try:
             await loop.start(is_evaluated)
-            for step in range(saved + 1, schedule.num_steps + 1):
+            for step in range(saved + 1, config.train.num_steps + 1):
                 await loop.step(step)
         except DivergenceError as error:
             good = f"The checkpoint of step {loop.saved} is valid" if loop.saved else "No checkpoint has been saved yet"
@@ -212,7 +193,7 @@ class _Loop:
     evaluate: Callable[[], Awaitable[Metrics]]
     checkpoints: Checkpoints
     tracker: Tracker | None
-    schedule: TrainSchedule
+    config: Config
     logged: int
     saved: int
 
@@ -220,26 +201,26 @@ class _Loop:
         """Pushes the initial weights and, unless they have been evaluated, evaluates them."""
         await self.trainer.experience.wait_until_ready()
         await self.trainer.push_weights()
-        if self.schedule.is_due(self.schedule.evaluate, self.logged) and not is_evaluated:
+        if self._is_due(self.config.eval.every, self.logged) and not is_evaluated:
             await self._evaluate(self.logged)
             await self._write(lambda tracker: tracker.publish(self.logged))
         self.trainer.timeline.cut(self.logged)  # the first step's time does not include waiting for servers
 
     async def step(self, step: int) -> None:
         """Trains on one batch, writes its records, pushes the weights and, if due, evaluates and saves them."""
-        schedule, stage = self.schedule, self.trainer.timeline.clock(step).stage
+        config, stage = self.config, self.trainer.timeline.clock(step).stage
         batch, metrics = await self.trainer.step(step)
         await self._log(step, batch, metrics)
         self.logged = step  # only a logged step is saved, so a checkpoint is never ahead of the rows
         with stage("sync"):
             await self.trainer.push_weights()
-        if schedule.is_due(schedule.evaluate, step):
+        if self._is_due(config.eval.every, step):
             await self._evaluate(step)
         await self._log_timing(step, batch)
-        if step % schedule.checkpoint == 0:
+        if step % config.checkpoint.every == 0:
             with stage("checkpoint"):
                 self.save()
-        if step < schedule.num_steps:
+        if step < config.train.num_steps:
             await hosts.barrier(self.trainer.experience.stop.check())
 
     def save(self) -> None:
@@ -249,6 +230,10 @@ class _Loop:
         self.checkpoints.save(progress.step, progress.state, data)
         self.saved = progress.step
 
+    def _is_due(self, interval: int, step: int) -> bool:
+        """Returns True if `step` is a multiple of `interval` or the last step, and `interval` is not 0."""
+        return bool(interval) and (step % interval == 0 or step == self.config.train.num_steps)
+
     async def _evaluate(self, step: int) -> None:
         """Evaluates the policy after a step, and writes the metrics as a row separate from that of the step."""
         with self.trainer.timeline.clock(step).stage("evaluate"):
@@ -257,7 +242,7 @@ class _Loop:
 
     async def _log(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Writes the metrics of a trained step and, if due, its generations."""
-        due = self.schedule.is_due(self.schedule.log_generations, step)
+        due = self._is_due(self.config.log.generations_every, step)
         rows = logged_generations(batch.graded, batch.usable, batch.advantages) if due else []
         await self._write(
             lambda tracker: tracker.log_generations(step, rows), lambda tracker: tracker.log(step, metrics)

@@ -91,11 +91,10 @@ def queue_batches(failing: Sequence[int], fraction: float, judge: Judge | None =
     """
     problems = [Problem(str(i), f"{i}:", "a") for i in range(60)]
     settings = {"train.prompts_per_batch": 5, "train.num_steps": 20, "train.staleness": 3, "algo.advantages": "grpo"}
-    config = tiny_config(**settings | changes)
+    config = tiny_config(**settings | {"rollouts.max_failed_fraction": fraction} | changes)
     names = [problem.id for problem in tiny_experience(config, problems=problems).problems.draw(0, 40)]
     task = Failing(*(names[place] for place in failing))
     experience = tiny_experience(config, HalfCorrect(), task, judge, problems=problems)
-    experience.max_failed_fraction = fraction
 
     async def draw() -> list[Batch]:
         found = [await experience.batch(1, 0)]

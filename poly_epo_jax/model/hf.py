@@ -18,14 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES, VISION_WRAPPERS, Architecture, Weight
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import (
-    StoredTensor,
-    language_tensors,
-    new_folder,
-    open_tensors,
-    write_tensors,
-    write_tokenizer,
-)
+from poly_epo_jax.model.hf_files import language_tensors, new_folder, open_tensors, write_tensors, write_tokenizer
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
 from poly_epo_jax.model.rope import Yarn, check_setting
 from poly_epo_jax.model.transformer import abstract_model, declared_weights, param_shapes
@@ -134,7 +127,7 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
         host = np.empty(leaf.shape, leaf.dtype)
         for name, tensor in tensors.items():
             if tensor.path == _dotted(key_path):
-                host[tensor.index] = tensor.weight.restore(source[name].read(), tensor.shape)
+                host[tensor.index] = tensor.weight.restore(source[name][:], tensor.shape)
         if sharding is None:
             weight = jnp.asarray(host)
         else:
@@ -277,7 +270,7 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _check_tensors(
-    path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: Mapping[str, StoredTensor]
+    path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: Mapping[str, Any]
 ) -> None:
     head, embedding = (ARCHITECTURES[config.family].weights[path].name for path in ("untied_head", "embed"))
     for name in source:
@@ -289,7 +282,7 @@ def _check_tensors(
             raise ValueError(
                 f"{path} has no tensor {name}; download the complete model, or use the config.json of the same model."
             )
-        found, expected = source[name].slice(), tensor.weight.hf_shape(tensor.shape)
+        found, expected = source[name], tensor.weight.hf_shape(tensor.shape)
         if tuple(found.get_shape()) != expected:
             raise ValueError(
                 f"{path}: {name} has shape {tuple(found.get_shape())}, but config.json requires {expected}."
@@ -297,7 +290,7 @@ def _check_tensors(
         if found.get_dtype() not in ("BF16", "F16", "F32"):
             raise ValueError(f"{path}: {name} has type {found.get_dtype()}; choose a model in BF16, F16 or F32.")
     has_both = config.tie_word_embeddings and head in source
-    if has_both and not np.array_equal(source[head].read(), source[embedding].read()):
+    if has_both and not np.array_equal(source[head][:], source[embedding][:]):
         raise ValueError(
             f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings. transformers 4 and "
             f"5 load such folders as different models; set tie_word_embeddings to false, or remove {head}."

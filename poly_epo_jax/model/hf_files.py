@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -54,23 +54,10 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in an open safetensors file, and its name in this file."""
-
-    file: Any
-    name: str
-
-    def read(self) -> np.ndarray:
-        """Reads the tensor."""
-        return self.file.get_tensor(self.name)
-
-    def slice(self) -> Any:
-        """Returns an object with the shape and type of the tensor."""
-        return self.file.get_slice(self.name)
-
-
-def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+def open_tensors(folder: Path) -> dict[str, Any]:
     """Opens the safetensors files of a folder, and returns its tensors, keyed by name.
+
+    A tensor is a slice of safetensors, with the methods `get_shape` and `get_dtype`. The slice `tensor[:]` reads it.
 
     Raises:
       FileNotFoundError: If the folder has no safetensors files, or if a file in its index is missing.
@@ -98,10 +85,10 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
                     "model folder again."
                 )
             sources[name] = file
-    return {name: StoredTensor(opened[file], name) for name, file in sources.items()}
+    return {name: opened[file].get_slice(name) for name, file in sources.items()}
 
 
-def language_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def language_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of the language model by the names that they have without a vision model.
 
     Args:

@@ -115,6 +115,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def abstract_arrays(like: Any, shardings: Any) -> Any:
+    """Replaces arrays by their shapes, types and shardings.
+
+    Args:
+      like: Tree of arrays, or of other leaves with a shape and a dtype.
+      shardings: Tree with the sharding of each leaf.
+    """
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings)
+
+
 def constrain_sharding(x: jax.Array, *spec: Any) -> jax.Array:
     """Constrains the sharding of an array under a mesh.
 

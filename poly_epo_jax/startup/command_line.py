@@ -112,7 +112,7 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, ConfigDict]:
     """Returns the flags, and the configuration of --config (by default, the default configuration) with overrides."""
-    overrides = [argument for argument in arguments if argument.startswith(KEY)]
+    overrides = [_with_value(argument) for argument in arguments if argument.startswith(KEY)]
     flags, unknown = parser.parse_known_args([argument for argument in arguments if not argument.startswith(KEY)])
     if unknown:
         raise ConfigError(unknown_argument(unknown[0], parser))
@@ -132,8 +132,14 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
       ConfigError: If a key or value is invalid.
     """
     values = ConfigDict(config.to_dict())
-    _override(values, overrides)
+    _override(values, [_with_value(override) for override in overrides])
     return read_config(values, training=False)
+
+
+def _with_value(override: str) -> str:
+    if "=" not in override:
+        raise ConfigError(f"{override} has no value; write {override}=VALUE.")
+    return override
 
 
 def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
@@ -144,9 +150,7 @@ def _override(config: ConfigDict, overrides: Sequence[str]) -> None:
 
 def _set(config: ConfigDict, override: str) -> None:
     """Sets the key that an override names."""
-    key, equals, text = override.removeprefix(KEY).partition("=")
-    if not equals:
-        raise ConfigError(f"{override} has no value; write {override}=VALUE.")
+    key, _, text = override.removeprefix(KEY).partition("=")
     types = {name: field.type for name, field, _ in Config().flat()}
     section, _, name = key.rpartition(".")
     if key not in types and not (section in types and section.endswith("options")):
