@@ -121,7 +121,17 @@ def _run(config: Config, prepared: Prepared) -> None:
         warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems)
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
-        experience=_experience(config, rollouts, prepared, train_problems, timeline, stop),
+        experience=Experience(
+            rollouts,
+            task,
+            prepared.judge,
+            ProblemOrder(train_problems, config.train.prompts_per_batch, config.seed),
+            make_advantages(config.algo, config.seed),
+            partial(_sampling, config),
+            config,
+            timeline,
+            stop,
+        ),
         truncation=make_truncation(config),
         packer=_packer(config, prepared.model_config, mesh),
         update=update,
@@ -199,31 +209,12 @@ def _restored_or_new(
     return TrainProgress(step, state, saved["position"], int(saved["solved"], 16), saved["ahead"])
 
 
-def _experience(
-    config: Config,
-    rollouts: Rollouts,
-    prepared: Prepared,
-    problems: Sequence[Problem],
-    timeline: Timeline,
-    stop: StopSignal,
-) -> Experience:
-    def sampling(step: int) -> Sampling:
-        # The seed depends only on `config.seed` and the step, so a step that is repeated after a resume has the same
-        # seed.
-        seed = int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0])
-        return Sampling(**config.sampling, seed=seed)
+def _sampling(config: Config, step: int) -> Sampling:
+    """Returns the sampling parameters of a step.
 
-    return Experience(
-        rollouts,
-        prepared.task,
-        prepared.judge,
-        ProblemOrder(problems, config.train.prompts_per_batch, config.seed),
-        make_advantages(config.algo, config.seed),
-        sampling,
-        config,
-        timeline,
-        stop,
-    )
+    The seed depends only on `config.seed` and the step, so a step that is repeated after a resume has the same seed.
+    """
+    return Sampling(**config.sampling, seed=int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
 
 
 def _packer(config: Config, model_config: ModelConfig, mesh: Mesh) -> MinibatchPacker:
