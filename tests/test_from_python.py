@@ -67,7 +67,7 @@ def start(
     return subprocess.Popen(
         [sys.executable, "-c", SMALL.format(settings=text) + code, json.dumps(cells)],
         cwd=folder,
-        env=environment(path=ROOT) | variables,
+        env={**environment(path=ROOT), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
