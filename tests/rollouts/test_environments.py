@@ -82,6 +82,11 @@ def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fa
     assert [len(one.rewards) for one in graded([a, b, c], task)] == [N, 0, N]
 
 
+@pytest.fixture(autouse=True)
+def long_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "CLEANUP_SECONDS", PATIENCE)
+
+
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
     return SimulatedTime(monkeypatch, environments)

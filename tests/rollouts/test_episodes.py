@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from episodes import ALPHABET, PROBLEMS, ByHash, Concurrent, N, Sums, SumTask, graded, play, spoken
-from fakes import ByLetter, until
+from fakes import PATIENCE, ByLetter, until
 
+from poly_epo_jax.rollouts import environments
 from poly_epo_jax.rollouts.groups import Rollouts, generation_seeds
 from poly_epo_jax.types import Interactive, Outcome, Problem, Request, Rewarded, Sampling
 
@@ -120,12 +121,14 @@ def test_unfinished_episodes_have_reward_0_and_are_trained_on(limit: dict[str, A
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "sampler fails"])
-def test_all_episodes_are_closed_once_when_generation_ends_early(how: str):
+def test_all_episodes_are_closed_once_when_generation_ends_early(how: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environments, "CLEANUP_SECONDS", PATIENCE)
+
     async def main() -> SumTask:
         class Waiting(SumTask):
             async def pause(self) -> None:
                 if self.delay:
-                    await asyncio.sleep(60)
+                    await asyncio.Event().wait()
 
         class Failing(ByHash):
             async def sample(self, requests: Sequence[Request], sampling: Sampling):

@@ -110,13 +110,13 @@ def _in_update(step: int) -> None:
         current[0] = number
         return await train(self, number)
 
-    def halted_update(self: PolicyUpdate, *arguments: Any) -> Any:
+    def halted_update(*arguments: Any) -> Any:
         if current[0] == step:
             _halt()
-        return update(self, *arguments)
+        return update(*arguments)
 
-    Trainer.step = train_step  # pyright: ignore[reportAttributeAccessIssue]
-    PolicyUpdate.__call__ = halted_update  # pyright: ignore[reportAttributeAccessIssue]
+    for owner, name, function in ((Trainer, "step", train_step), (PolicyUpdate, "__call__", halted_update)):
+        setattr(owner, name, function)
 
 
 def _before_commit(step: int) -> None:
