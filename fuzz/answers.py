@@ -17,9 +17,11 @@ from outcome import Outcome
 from rewritten_answers import GOLDS, OTHER, SAME, is_plain, pairs
 
 from poly_epo_jax.tasks.answers import last_boxed, visible
-from poly_epo_jax.tasks.verifier import Outcome as Graded, Verifier
+from poly_epo_jax.tasks.verifier import START_SECONDS, Outcome as Graded, Verifier
 
 CPU_SECONDS = 2.0
+# Each of the two comparisons reads two answers and compares them, and one worker may have to be replaced.
+MAX_SECONDS = 6 * 15 * CPU_SECONDS + START_SECONDS
 DATASETS = ("math500", "deepscaler_40k", "hmmt_feb_2025")
 
 
@@ -77,7 +79,7 @@ def hostile(verifier: Verifier, kind: str, name: str, answer: str) -> Outcome:
     except Exception as error:
         return Outcome(kind, False, f"{name}: {error!r}")
     seconds = time.monotonic() - start
-    held = graded is not Graded.RIGHT and after is Graded.RIGHT and seconds < 40 * CPU_SECONDS
+    held = graded is not Graded.RIGHT and after is Graded.RIGHT and seconds < MAX_SECONDS
     return Outcome(kind, held, f"{name}: {graded}, then {after}, after {seconds:.1f} s")
 
 

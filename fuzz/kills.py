@@ -4,9 +4,11 @@ The commands are the training run of training_runs.py, with fewer steps, and an 
 this run. Each kill is an attempt, and so is each final restart and each comparison of files.
 """
 
+import contextlib
 import itertools
 import os
 import random
+import re
 import signal
 import tempfile
 import time
@@ -20,7 +22,7 @@ from training_runs import SETTINGS
 CHANGES = {"train.num_steps": 10, "checkpoint.every": 3, "eval.every": 4, "log.generations_every": 2}
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAIN, EXPORT, EVALUATE, REPORT = (f"poly_epo_jax.{name}" for name in ("main", "export", "evaluate", "report"))
-TIMEOUT = 30.0  # maximum seconds from a signal to the exit, on a busy machine
+TIMEOUT = 300.0  # maximum seconds from a signal to the exit, on a busy machine
 MAX_KILLS = 4
 
 
@@ -55,7 +57,8 @@ class Soak:
         Args:
           module: Module of the command.
           arguments: Arguments of the command.
-          seconds: Duration of the command without interruption. Kills happen within this time.
+          seconds: Duration of the command without interruption. Kills happen within this time after the command has
+            installed its signal handlers.
           log: File for the output of the command.
 
         Yields:
@@ -66,13 +69,14 @@ class Soak:
             number, delay = self.random.choice(SIGNALS), self.random.uniform(0, seconds)
             before = len(log.read_text()) if log.exists() else 0
             pid = self.server.start(module, arguments, log)
+            _wait_for_handlers(pid)
             time.sleep(delay)
             start = time.monotonic()
             done = not _send(pid, number)
             code = self.server.wait()
             took = time.monotonic() - start
             output = log.read_text()[before:]
-            # Before its handlers are installed, a command is terminated by the signal: there is nothing to save.
+            # Before training installs its handlers, a command is terminated by the signal: there is nothing to save.
             codes = {0} if done else {0, -number, 128 + number}
             held = (code in codes or _exported(module, code, output)) and "Traceback" not in output and took < TIMEOUT
             what = f"{name}, {number.name} after {delay:.2f} s: code {code} after {took:.1f} s\n{output}"
@@ -131,6 +135,18 @@ def _attack(soak: Soak) -> Iterator[Outcome]:
 def _exported(module: str, code: int, output: str) -> bool:
     """Returns True if the command is an export that was killed after it had been written completely."""
     return module == EXPORT and code == 2 and "already exists" in output
+
+
+def _wait_for_handlers(pid: int) -> None:
+    """Waits until a command handles Ctrl-C, or has ended. Before, Python prints a traceback."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while True:
+            status = Path(f"/proc/{pid}/status").read_text()
+            (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)
+            # `deliver_keyboard_interrupt` also handles SIGALRM.
+            if int(caught, 16) >> (signal.SIGALRM - 1) & 1 or re.search(r"^State:\s*Z", status, re.MULTILINE):
+                return
+            time.sleep(0.001)
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

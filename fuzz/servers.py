@@ -7,13 +7,16 @@ Invalid responses must never be accepted.
 
 import asyncio
 import contextlib
+import contextvars
 import io
 import random
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import httpx
 import numpy as np
 from fakes import TINY, tiny_params
 from lies import lies_about, lies_about_clusters, lies_about_draws, lies_about_http
@@ -33,13 +36,14 @@ from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights, Weight
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
 from poly_epo_jax.rollouts.sglang import dialect as requests
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
+from poly_epo_jax.system import http_client
 from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, JudgeFailure, Params, Problem, Request, Sampling
 
-SECONDS = 0.5  # response timeout
+SECONDS = 0.5  # timeout of a response that never ends
 LIMITS = {"vocab_size": VOCABULARY, "max_concurrent": 8, "timeout_seconds": SECONDS}
-PATIENCE = 30.0  # seconds; requests are retried up to eight times
+PATIENCE = 300.0  # timeout in seconds of all other responses and of an attempt. It is never reached.
 MAX_MEMORY = 10**8  # bytes
 PERMANENTLY = 10**9
 PARAMS = tiny_params()
@@ -104,12 +108,38 @@ def _targets(folder: Path) -> Iterator[tuple[str, str, list[Lie], Try]]:
     yield "router", "GET /workers", [*lies_about(*named), *quick], push
 
 
+@contextlib.contextmanager
+def _long_limits(server: LyingServer) -> Iterator[None]:
+    """Extends the time limits of requests to PATIENCE, unless the response never ends.
+
+    Valid responses are then not late on a busy machine. Requests without a time limit remain unlimited.
+    """
+    is_endless = contextvars.ContextVar("is_endless", default=False)
+    transport, handle = http_client._BoundedTransport, http_client._BoundedTransport.handle_async_request
+
+    async def handle_async_request(self: http_client._BoundedTransport, request: httpx.Request) -> httpx.Response:
+        is_lie = server.times > 0 and f"{request.method} {request.url.path}".endswith(server.path)
+        is_endless.set(is_lie and server.lie is not None and server.lie.slow)
+        return await handle(self, request)
+
+    def timeout(seconds: float | None) -> asyncio.Timeout:
+        return asyncio.timeout(seconds if seconds is None or is_endless.get() else max(seconds, PATIENCE))
+
+    waits = SimpleNamespace(**vars(asyncio) | {"timeout": timeout})
+    with (
+        mock.patch.object(transport, "handle_async_request", handle_async_request),
+        mock.patch.object(http_client, "asyncio", waits),
+    ):
+        yield
+
+
 async def _outcome(kind: str, path: str, lie: Lie, times: int, use: Try) -> str:
     server = LyingServer()
     server.lie, server.path, server.times, server.is_router = lie, path, times, kind == "router"
     with contextlib.ExitStack() as stack:
         for module in (client, served_weights, chat_server, llm):
             stack.enter_context(mock.patch.object(module, "backoff_seconds", lambda attempt: 0.0))
+        stack.enter_context(_long_limits(server))
         stack.enter_context(mock.patch.object(requests, "ANSWER_SECONDS", SECONDS))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         async with server.serving():

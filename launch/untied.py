@@ -8,9 +8,8 @@ from safetensors.flax import save_file
 
 from poly_epo_jax.model.architectures import ARCHITECTURES
 from poly_epo_jax.model.hf import exported_tensors, load_params, read_model_config
-from poly_epo_jax.model.hf_files import new_folder
+from poly_epo_jax.model.hf_files import TOKENIZER_FILES, copy_files, new_folder
 from poly_epo_jax.model.policy import find_model
-from poly_epo_jax.model.tokenizer_files import PATTERNS, copy_files
 from poly_epo_jax.system.json_files import read_object, write_json
 
 
@@ -28,7 +27,7 @@ def main(model: str, folder: Path) -> None:
         return
     params, untied = load_params(source, config), dataclasses.replace(config, tie_word_embeddings=False)
     with new_folder(folder, replace=True) as new:
-        copy_files(source, new, ("generation_config.json", *PATTERNS))
+        copy_files(source, new, ("generation_config.json", *TOKENIZER_FILES))
         written = read_object(source / "config.json", "create or download the model folder again")
         if "text_config" in written:  # The copy of a folder with a vision model contains the language model only.
             names = {"model_type": config.family, "architectures": [ARCHITECTURES[config.family].class_name]}

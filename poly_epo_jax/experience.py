@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
-from poly_epo_jax.config.keys import JudgeSection, TrainSection, max_draws
+from poly_epo_jax.config.keys import Config, max_draws
 from poly_epo_jax.judges.capacity import warn_capacity
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.timeline import Timeline
@@ -31,7 +31,7 @@ from poly_epo_jax.rollouts.grading import (
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import ProblemOrder
 from poly_epo_jax.rollouts.rounds import Rounds
-from poly_epo_jax.step.advantages import AdvantageFunction, batch_features, has_signal
+from poly_epo_jax.step.advantages import AdvantageFunction, batch_features, has_signal, make_estimator
 from poly_epo_jax.step.step_metrics import mean_length
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import (
@@ -108,12 +108,8 @@ class Experience:
       problems: Order in which problems are drawn.
       advantages: Computes the advantages of graded groups.
       sampling: Function that maps a step to its sampling parameters.
-      train: The `train` section of the configuration.
-      judging: The `judge` section of the configuration.
-      reads_judge: Whether the method reads the judge's output.
+      config: The configuration.
       timeline: Records when each batch is generated, graded and judged.
-      max_failed_fraction: Maximum fraction of a batch's prompts on which the environment may fail.
-      judge_load: Size of the largest judge request. If None, it is not compared with the judge's limits.
       stop: Interrupts waiting for the judge or for a batch when a shutdown is requested.
       num_lost: Number of prompts that an interrupted run had drawn ahead. The next batch counts them as discarded.
     """
@@ -124,17 +120,15 @@ class Experience:
     problems: ProblemOrder
     advantages: AdvantageFunction
     sampling: Callable[[int], Sampling]
-    train: TrainSection
-    judging: JudgeSection
-    reads_judge: bool
+    config: Config
     timeline: Timeline
-    max_failed_fraction: float = 0.25
-    judge_load: JudgeLoad | None = None
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
     num_lost: int = 0
 
     def __post_init__(self) -> None:
-        own = (self.rollouts, self.task, self.judge, self.sampling, self.train.num_generations)
+        self._train, self._judging = self.config.train, self.config.judge
+        self._reads_judge = make_estimator(self.config.algo).reads_judge
+        own = (self.rollouts, self.task, self.judge, self.sampling, self._train.num_generations)
         self._rounds = Rounds(*own, self.timeline, self.stop)
         self._complete: list[_Complete] = []
 
@@ -142,8 +136,8 @@ class Experience:
         """Waits until the judge's server responds, and warns if the largest request exceeds the judge's limits."""
         if isinstance(self.judge, ServerBacked):
             await hosts.barrier(self.stop.run_interruptible(self.judge.wait_until_ready()))
-        if self.judge_load and hosts.is_first():
-            await warn_capacity(self.judge, self.judge_load)
+        if hosts.is_first():
+            await warn_capacity(self.judge, self._judge_load())
 
     async def batch(self, step: int, position: int) -> Batch:
         """Waits for the batch of `step` and returns it. The sampler then sleeps until weights are pushed, if it can.
@@ -158,12 +152,13 @@ class Experience:
         Raises:
           JudgeError: If the judge failed on more than `judge.max_failed_fraction` of the batch's prompts, and its
             failures affect the update.
-          EpisodeError: If the environment failed on more than `max_failed_fraction` of the batch's prompts, or on all.
+          EpisodeError: If the environment failed on more than `rollouts.max_failed_fraction` of the batch's prompts, or
+            on all.
           Stopped: If a shutdown was requested.
         """
         counts, num_before = {}, len(self._complete)
         while count := self._num_missing(step):
-            if len(self._complete) >= self.train.prompts_per_batch:
+            if len(self._complete) >= self._train.prompts_per_batch:
                 self._check_failures([one.graded for one in self._complete])  # before failed prompts are refilled
             if not self._rounds.started:
                 self._start_round(step, position, count, expected_in=step)
@@ -175,7 +170,7 @@ class Experience:
         counts["data/drawn"] = float(len(self._complete) - num_before + num_lost)
         batch = self._take(step, position, counts)
         batch.counts["data/discarded"] = float(num_lost)
-        if not self.train.staleness:
+        if not self._train.staleness:
             batch.counts["data/discarded"] += len(self._complete)
             self._complete.clear()
         self._run_ahead(step, batch.position)
@@ -186,15 +181,22 @@ class Experience:
         """Cancels the rounds in progress."""
         await self._rounds.close()
 
+    def _judge_load(self) -> JudgeLoad:
+        """Returns the size of the largest judge request."""
+        config, train, sampling = self.config, self._train, self.config.sampling
+        num_generations = max(train.num_generations, config.eval.num_generations if config.eval.every else 0)
+        num_turns = sampling.max_turns if isinstance(self.task, Interactive) else 1
+        return JudgeLoad(num_generations, train.max_prompt_tokens, sampling.max_tokens, num_turns)
+
     def _num_missing(self, step: int) -> int:
         """Returns the number of prompts that a round of the step needs, or 0 if the queue has enough complete groups.
 
         A round after the first has the number of prompts that is expected to contain the missing groups with signal.
         """
-        wanted, num_complete = self.train.prompts_per_batch, len(self._complete)
+        wanted, num_complete = self._train.prompts_per_batch, len(self._complete)
         found = sum(self._has_signal(one, step) for one in self._complete)
         expected = -(-max(0, wanted - found) * num_complete // max(1, found)) if num_complete else wanted
-        return max(0, min(expected, wanted, max_draws(self.train) - num_complete))
+        return max(0, min(expected, wanted, max_draws(self._train) - num_complete))
 
     def _queued(self) -> list[Problem]:
         """Returns the problems of the queue, in data order."""
@@ -220,16 +222,16 @@ class Experience:
           step: Step whose batch is complete. All rounds have the seeds of the next step.
           position: Number of problems that were drawn before those of the queue.
         """
-        for later in range(1, min(self.train.staleness, self.train.num_steps - step) + 1):
-            count = later * self.train.prompts_per_batch - len(self._queued())
+        for later in range(1, min(self._train.staleness, self._train.num_steps - step) + 1):
+            count = later * self._train.prompts_per_batch - len(self._queued())
             if count > 0:
                 self._start_round(step + 1, position, count, expected_in=step + later)
 
     def _check_failures(self, graded: Sequence[GradedGroup]) -> None:
         """Raises an error if the environment failed on too many groups of a batch, or the judge, if it is used."""
-        check_failed_environments(graded, self.max_failed_fraction)
-        if self.reads_judge or self.judging.on_failure == "drop_always":
-            check_failed_fraction(complete_groups(graded), self.judging.max_failed_fraction)
+        check_failed_environments(graded, self.config.rollouts.max_failed_fraction)
+        if self._reads_judge or self._judging.on_failure == "drop_always":
+            check_failed_fraction(complete_groups(graded), self._judging.max_failed_fraction)
 
     async def _with_advantages(self, step: int, graded: Sequence[GradedGroup]) -> list[_Complete]:
         """Computes advantages on the first process, so that all processes agree.
@@ -241,9 +243,9 @@ class Experience:
         usable = {
             place: group
             for place, one in enumerate(graded)
-            for group in usable_groups(complete_groups([one]), self.reads_judge, self.judging.on_failure)
+            for group in usable_groups(complete_groups([one]), self._reads_judge, self._judging.on_failure)
         }
-        advantages = np.zeros((len(graded), self.train.num_generations), np.float32)
+        advantages = np.zeros((len(graded), self._train.num_generations), np.float32)
 
         async def compute() -> Float[np.ndarray, "P N"]:
             groups = list(usable.values())
@@ -259,7 +261,9 @@ class Experience:
 
     def _is_too_old(self, one: _Complete, step: int) -> bool:
         """Returns True if a group is older than the queue allows. Only a sampler with outdated weights generates it."""
-        return 0 < self.train.staleness < _age(one.graded, step)
+        oldest = step - 1 - self._train.staleness
+        versions = (generation.weight_versions for generation in one.graded.group.generations)
+        return self._train.staleness > 0 and any(int(of_tokens.min()) < oldest for of_tokens in versions)
 
     def _take(self, step: int, position: int, counts: Metrics) -> Batch:
         """Removes the groups of a batch from the queue.
@@ -269,8 +273,8 @@ class Experience:
           position: Number of problems that were drawn before those of the queue.
           counts: Counters of the rounds that were received in this step.
         """
-        end, wanted = min(len(self._complete), max_draws(self.train)), self.train.prompts_per_batch
-        if self.train.refill:
+        end, wanted = min(len(self._complete), max_draws(self._train)), self._train.prompts_per_batch
+        if self._train.refill:
             places = [place for place in range(end) if self._has_signal(self._complete[place], step)]
             end = places[wanted - 1] + 1 if len(places) >= wanted else end
         taken, self._complete = self._complete[:end], self._complete[end:]
@@ -278,10 +282,10 @@ class Experience:
         self._check_failures(graded)
         too_old = [one.graded for one in taken if self._is_too_old(one, step)]
         usable = {one.usable: one.advantages for one in taken if one.usable and not self._is_too_old(one, step)}
-        advantages = np.array([*usable.values()], np.float32).reshape(-1, self.train.num_generations)
+        advantages = np.array([*usable.values()], np.float32).reshape(-1, self._train.num_generations)
         with_signal = has_signal(advantages)
         numbers = {"data/with_signal": with_signal.sum(), "data/without_signal": (~with_signal).sum()}
-        if self.train.staleness:
+        if self._train.staleness:
             numbers["data/too_old"] = len(too_old)
         if too_old:
             numbers["data/too_old_length"] = mean_length(too_old)
@@ -290,11 +294,5 @@ class Experience:
             numbers["environment/failed_prompts"] = failures.total()
         numbers |= {f"environment/failed/{kind}": count for kind, count in failures.items()}
         counts |= {name: float(number) for name, number in numbers.items()}
-        is_trained = with_signal if self.train.refill else np.ones(len(usable), bool)
+        is_trained = with_signal if self._train.refill else np.ones(len(usable), bool)
         return Batch(complete_groups(graded), list(usable), advantages, is_trained, counts, position + end, ahead=0)
-
-
-def _age(graded: GradedGroup, step: int) -> int:
-    """Returns the number of steps by which the oldest weights of a group are older than the policy before a step."""
-    versions = (int(generation.weight_versions.min()) for generation in graded.group.generations)
-    return step - 1 - min(versions, default=step - 1)

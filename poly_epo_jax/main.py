@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ from poly_epo_jax.startup.resume_checks import (
     policy_digests,
     reference_digests,
 )
-from poly_epo_jax.step.advantages import make_advantages, make_estimator, method_title, skips_zero_advantages
+from poly_epo_jax.step.advantages import make_advantages, method_title, skips_zero_advantages
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.step.packing import make_pack
@@ -64,8 +64,8 @@ from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
-from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
-from poly_epo_jax.types import Interactive, JudgeLoad, Metrics, Problem, Sampling, Task
+from poly_epo_jax.train import Trainer, TrainProgress, train
+from poly_epo_jax.types import Problem, Sampling, Task
 
 
 def run(config: Config) -> None:
@@ -97,23 +97,11 @@ def _run(config: Config, prepared: Prepared) -> None:
     """Trains while the run folder is locked."""
     workdir, mesh, task = Path(config.workdir), prepared.mesh, prepared.task
     local_mesh = host_mesh(mesh)
-    verify_attention_kernel(
-        config.model.attention, prepared.model_config, mesh, Path(config.compilation_cache_dir) / CHECKED
-    )
     policy = _initial_policy(config, prepared, local_mesh)
-    check_stop_ids(policy)
-    hosts.run_on_all(lambda: check_resume_model(workdir, policy.path))
-    described = hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), policy_digests(policy)))
-    digests = prepared.digests | described
+    digests = prepared.digests | _same_content(config, policy, policy_digests(policy))
     if hosts.is_first():
         print_plan(prepared.plan, prepared.rows_that_fit, Console(), brief=True)
-    train_problems, held_out_problems = _problems_that_fit(task, policy, config, workdir)
-    if config.eval.every and not held_out_problems:
-        raise ConfigError(
-            f"train.max_prompt_tokens={config.train.max_prompt_tokens} excludes every held-out problem; raise it, or "
-            "set eval.every=0."
-        )
-    order = ProblemOrder(train_problems, config.train.prompts_per_batch, config.seed)
+    train_problems, held_out_problems = _problems_that_fit(config, task, policy)
     update = make_update(config, policy.model, mesh)
     checkpoints = Checkpoints(
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, base=policy.path if config.lora.rank else None
@@ -121,10 +109,10 @@ def _run(config: Config, prepared: Prepared) -> None:
     progress = _restored_or_new(config, policy, mesh, update, checkpoints)
     reference = policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
-        weights = reference_digests(reference)
-        digests |= hosts.run_on_all(lambda: check_same_content(workdir, str(policy.path), weights))
+        digests |= _same_content(config, policy, reference_digests(reference))
     digests |= check_resume_inputs(config, prepared.judge)
     hosts.run_on_first(lambda: _write_description(config, policy, digests))
+
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
@@ -133,7 +121,17 @@ def _run(config: Config, prepared: Prepared) -> None:
         warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems)
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
-        experience=_experience(config, rollouts, prepared, order, timeline, stop),
+        experience=Experience(
+            rollouts,
+            task,
+            prepared.judge,
+            ProblemOrder(train_problems, config.train.prompts_per_batch, config.seed),
+            make_advantages(config.algo, config.seed),
+            partial(_sampling, config),
+            config,
+            timeline,
+            stop,
+        ),
         truncation=make_truncation(config),
         packer=_packer(config, prepared.model_config, mesh),
         update=update,
@@ -143,23 +141,23 @@ def _run(config: Config, prepared: Prepared) -> None:
         set_size=config.algo.set_size,
         positions={problem.id: position for position, problem in enumerate(train_problems)},
     )
-
-    schedule = TrainSchedule(
-        config.train.num_steps, config.eval.every, config.checkpoint.every, config.log.generations_every
+    problems, sampling = held_out_problems[: config.eval.num_problems], Sampling(**config.sampling, seed=config.seed)
+    evaluate = partial(
+        evaluate_held_out, rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop
     )
-
-    def evaluate() -> Awaitable[Metrics]:
-        problems, sampling = held_out_problems[: config.eval.num_problems], _sampling(config, config.seed)
-        return evaluate_held_out(rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop)
-
     step = progress.step
     with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
         is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
         try:
-            run_in_loop(train(trainer, evaluate, checkpoints, tracker, schedule, is_evaluated), stop)
+            run_in_loop(train(trainer, evaluate, checkpoints, tracker, config, is_evaluated), stop)
         finally:
             sampler.close()
             trainer.progress = trainer.reference = None  # a kept exception may hold the trainer in a closure
+
+
+def _same_content(config: Config, policy: Policy, digests: dict[str, str]) -> dict[str, str]:
+    """Checks on all processes that the content of the policy's folder is the same as at the start of the run."""
+    return hosts.run_on_all(lambda: check_same_content(Path(config.workdir), str(policy.path), digests))
 
 
 def _write_description(config: Config, policy: Policy, digests: dict[str, str]) -> None:
@@ -175,16 +173,22 @@ def _write_description(config: Config, policy: Policy, digests: dict[str, str]) 
 
 
 def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
-    """Returns the policy of `model.path`. If it is empty, the first process fits or loads the base policy.
+    """Opens the policy of `model.path`, after a check of the attention kernel.
 
-    The first process also determines `remat`, so that all processes compile the same program.
+    If `model.path` is empty, the first process fits or loads the base policy. The first process also determines
+    `remat`, so that all processes compile the same program.
     """
+    cache = Path(config.compilation_cache_dir) / CHECKED
+    verify_attention_kernel(config.model.attention, prepared.model_config, prepared.mesh, cache)
     section = dataclasses.replace(config.model, remat=hosts.run_on_first(lambda: prepared.model_config.remat))
     if config.model.path:
         folder = find_model(config.model.path)
     else:
         folder = hosts.run_on_first(lambda: base_policy(config, prepared.task, mesh))
-    return open_policy(folder, section, max_sequence_tokens(config), config.lora)
+    policy = open_policy(folder, section, max_sequence_tokens(config), config.lora)
+    check_stop_ids(policy)
+    hosts.run_on_all(lambda: check_resume_model(Path(config.workdir), policy.path))
+    return policy
 
 
 def _restored_or_new(
@@ -205,46 +209,12 @@ def _restored_or_new(
     return TrainProgress(step, state, saved["position"], int(saved["solved"], 16), saved["ahead"])
 
 
-def _experience(
-    config: Config,
-    rollouts: Rollouts,
-    prepared: Prepared,
-    order: ProblemOrder,
-    timeline: Timeline,
-    stop: StopSignal,
-) -> Experience:
-    def sampling(step: int) -> Sampling:
-        """Returns the sampling parameters of a step.
+def _sampling(config: Config, step: int) -> Sampling:
+    """Returns the sampling parameters of a step.
 
-        The seed depends only on `config.seed` and the step, so a step that is repeated after a resume has the same
-        seed.
-        """
-        return _sampling(config, int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
-
-    return Experience(
-        rollouts,
-        prepared.task,
-        prepared.judge,
-        order,
-        make_advantages(config.algo, config.seed),
-        sampling,
-        config.train,
-        config.judge,
-        make_estimator(config.algo).reads_judge,
-        timeline,
-        judge_load=JudgeLoad(
-            max(config.train.num_generations, config.eval.num_generations if config.eval.every else 0),
-            config.train.max_prompt_tokens,
-            config.sampling.max_tokens,
-            config.sampling.max_turns if isinstance(prepared.task, Interactive) else 1,
-        ),
-        max_failed_fraction=config.rollouts.max_failed_fraction,
-        stop=stop,
-    )
-
-
-def _sampling(config: Config, seed: int) -> Sampling:
-    return Sampling(**config.sampling, seed=seed)
+    The seed depends only on `config.seed` and the step, so a step that is repeated after a resume has the same seed.
+    """
+    return Sampling(**config.sampling, seed=int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0]))
 
 
 def _packer(config: Config, model_config: ModelConfig, mesh: Mesh) -> MinibatchPacker:
@@ -273,9 +243,7 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
     return Tracker(Path(config.workdir), json_config, total_steps, resume_step, projects, method)
 
 
-def _problems_that_fit(
-    task: Task, policy: Policy, config: Config, workdir: Path
-) -> tuple[Sequence[Problem], Sequence[Problem]]:
+def _problems_that_fit(config: Config, task: Task, policy: Policy) -> tuple[Sequence[Problem], Sequence[Problem]]:
     """Returns the training and held-out problems with short enough prompts, and writes the counts to data.json."""
     counts, problems = {}, []
     for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
@@ -286,8 +254,13 @@ def _problems_that_fit(
         problems.append(kept)
         if (reasons := reasons_text(counts[name]["dropped"])) and hosts.is_first():
             print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {reasons}.")
-    hosts.run_on_first(lambda: write_json(workdir / run_folder.DATA, counts))
+    hosts.run_on_first(lambda: write_json(Path(config.workdir) / run_folder.DATA, counts))
     train_problems, held_out_problems = problems
+    if config.eval.every and not held_out_problems:
+        raise ConfigError(
+            f"train.max_prompt_tokens={config.train.max_prompt_tokens} excludes every held-out problem; raise it, or "
+            "set eval.every=0."
+        )
     return train_problems, held_out_problems
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from poly_epo_jax.config.keys import Config
 from poly_epo_jax.experience import Batch, Experience
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.checkpoint import Checkpoints
@@ -42,14 +43,6 @@ class TrainProgress:
     ahead: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """The outcome of a training step: its batch, and the metrics of the batch and of the update."""
-
-    batch: Batch
-    metrics: Metrics
-
-
 @dataclasses.dataclass
 class Trainer:
     """A policy in training. Every process holds one, and all processes call its methods together.
@@ -77,34 +70,33 @@ class Trainer:
     set_size: int
     positions: Mapping[str, int]
 
-    async def step(self, step: int) -> StepResult:
-        """Trains on one batch (paper, Algorithm 1).
+    async def step(self, step: int) -> tuple[Batch, Metrics]:
+        """Trains on one batch (paper, Algorithm 1). Returns the batch, and the metrics of the batch and the update.
 
         Raises:
           JudgeError: If the judge failed on too many prompts of the batch.
           DivergenceError: If a metric of the update is not finite.
           Stopped: If a shutdown was requested.
         """
-        stage = self.timeline.clock(step).stage
-        assert self.progress is not None
+        stage, before = self.timeline.clock(step).stage, self.current
         # Samples, rewards and clusters N generations of each prompt, and computes their advantages.
-        batch = await self.experience.batch(step, self.progress.position)
+        batch = await self.experience.batch(step, before.position)
         advantages, truncation_metrics = self.truncation(batch.usable, batch.advantages)
         batch = dataclasses.replace(batch, advantages=advantages)
         with stage("logprobs"):
             minibatches = await asyncio.to_thread(self.packer, *batch.trained)
-            minibatches = await _compute(self.update.with_old_logprobs, self.state, minibatches, self.reference)
+            minibatches = await _compute(self.update.with_old_logprobs, before.state, minibatches, self.reference)
         metrics = step_metrics(batch.graded, step, self.set_size) | batch.counts | truncation_metrics
         solved_in_batch = solved_problems(batch.graded, self.positions)
-        solved = self.progress.solved | solved_in_batch
+        solved = before.solved | solved_in_batch
         counts = {"train/solved_in_batch": solved_in_batch, "train/ever_solved": solved}
         metrics |= {name: float(bits.bit_count()) for name, bits in counts.items()}
         with stage("update"):
-            state, self.progress = self.state, None  # the update donates the buffers of the state
-            state, update_metrics = await _compute(self.update, state, minibatches)
+            self.progress = None  # the update donates the buffers of the state
+            state, update_metrics = await _compute(self.update, before.state, minibatches)
             check_finite(update_metrics, f"Step {step}")  # raises on all processes, because their metrics are equal
             self.progress = TrainProgress(step, state, batch.position, solved, batch.ahead)
-        return StepResult(batch, metrics | update_metrics)
+        return batch, metrics | update_metrics
 
     async def push_weights(self) -> None:
         """Pushes the current weights to the sampler of every process.
@@ -112,43 +104,15 @@ class Trainer:
         The version of the weights is the number of completed steps. Generations keep the version that they were sampled
         with, from which `response/staleness` is computed.
         """
-        assert self.progress is not None
-        params = await _compute(params_on_host, self.state.params, self.update.mesh)
-        push = self.experience.rollouts.push_weights(params, self.progress.step)
+        params = await _compute(params_on_host, self.current.state.params, self.update.mesh)
+        push = self.experience.rollouts.push_weights(params, self.current.step)
         await hosts.barrier(self.experience.stop.run_interruptible(push))
 
     @property
-    def state(self) -> TrainState:
-        """The current training state."""
+    def current(self) -> TrainProgress:
+        """The progress so far, with the training state."""
         assert self.progress is not None, "Training state is unavailable: the last update failed after consuming it."
-        return self.progress.state
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainSchedule:
-    """Number of steps of a run, and intervals in steps. The last step always ends with a checkpoint.
-
-    Attributes:
-      num_steps: Last step of the run.
-      evaluate: Interval between evaluations, which also take place before the first step and at the last step. 0
-        disables evaluations.
-      checkpoint: Interval between checkpoints.
-      log_generations: Interval between steps whose generations are logged. Those of the last step are also logged.
-    """
-
-    num_steps: int
-    evaluate: int
-    checkpoint: int
-    log_generations: int
-
-    def is_due(self, interval: int, step: int) -> bool:
-        """Returns True if `step` is a multiple of `interval` or the last step, and `interval` is not 0.
-
-        Args:
-          interval: Interval in steps.
-          step: Step to check.
-        """
-        return bool(interval) and (step % interval == 0 or step == self.num_steps)
+        return self.progress
 
 
 async def train(
@@ -156,7 +120,7 @@ async def train(
     evaluate: Callable[[], Awaitable[Metrics]],
     checkpoints: Checkpoints,
     tracker: Tracker | None,
-    schedule: TrainSchedule,
+    config: Config,
     is_evaluated: bool = False,
 ) -> None:
     """Runs the remaining steps.
@@ -169,7 +133,9 @@ async def train(
       evaluate: Evaluates the policy on held-out problems.
       checkpoints: Checkpoints of the run.
       tracker: Writes the records of the run. None on processes that do not log.
-      schedule: Number of steps and intervals.
+      config: The configuration, with the number of steps and the intervals between evaluations, checkpoints and logged
+        generations. Evaluations also take place before the first step and at the last step, and the last step always
+        ends with a checkpoint.
       is_evaluated: Whether the policy that training continues from has been evaluated.
 
     Raises:
@@ -179,49 +145,19 @@ async def train(
       HostError: If another process failed.
       OSError: If a checkpoint or a row cannot be written, or if a server cannot be used.
     """
-    assert trainer.progress is not None
-    log = _Log(trainer, tracker, schedule, checkpoints)
+    saved = trainer.current.step
+    loop = _Loop(trainer, evaluate, checkpoints, tracker, config, logged=saved, saved=saved)
+    trainer.experience.num_lost = trainer.current.ahead
     if tracker is not None:
         tracker.show_stages(trainer.timeline)
-    # A resumed run continues from the last checkpoint. It removes the rows of later steps, restores the position in the
-    # data, and repeats these steps with the same seeds.
-    saved = logged = trainer.progress.step
-    trainer.experience.num_lost = trainer.progress.ahead
-    stop, stopped = trainer.experience.stop, None
-
-    def save() -> int:
-        assert trainer.progress is not None
-        progress = trainer.progress
-        data = {"position": progress.position, "solved": f"{progress.solved:x}", "ahead": progress.ahead}
-        checkpoints.save(progress.step, progress.state, data)
-        return progress.step
-
-    with stop.on_signals():
+    stopped = None
+    with trainer.experience.stop.on_signals():
         try:
-            await trainer.experience.wait_until_ready()
-            await trainer.push_weights()
-            if schedule.is_due(schedule.evaluate, logged) and not is_evaluated:
-                with trainer.timeline.clock(logged).stage("evaluate"):
-                    await log.evaluation(logged, await evaluate())
-                await log.publish(logged)
-            trainer.timeline.cut(logged)  # the first step's time does not include waiting for servers
-            for step in range(logged + 1, schedule.num_steps + 1):
-                result = await trainer.step(step)
-                await log.step(step, result)
-                logged = step  # only a logged step is saved, so a checkpoint is never ahead of the rows
-                with trainer.timeline.clock(step).stage("sync"):
-                    await trainer.push_weights()
-                if schedule.is_due(schedule.evaluate, step):
-                    with trainer.timeline.clock(step).stage("evaluate"):
-                        await log.evaluation(step, await evaluate())
-                await log.timing(step, result.batch)
-                if step % schedule.checkpoint == 0:
-                    with trainer.timeline.clock(step).stage("checkpoint"):
-                        saved = save()
-                if step < schedule.num_steps:
-                    await hosts.barrier(stop.check())
+            await loop.start(is_evaluated)
+            for step in range(saved + 1, config.train.num_steps + 1):
+                await loop.step(step)
         except DivergenceError as error:
-            good = f"The checkpoint of step {saved} is valid" if saved else "No checkpoint has been saved yet"
+            good = f"The checkpoint of step {loop.saved} is valid" if loop.saved else "No checkpoint has been saved yet"
             raise DivergenceError(
                 f"{error}. The step was not saved. {good}. Rerunning the command would fail in the same way: set "
                 "--config.workdir to a new folder and, for example, lower optimizer.learning_rate. model.path may be "
@@ -231,42 +167,88 @@ async def train(
             stopped = caught
         finally:
             await trainer.experience.close()
-            if trainer.progress is not None and trainer.progress.step == logged > saved:
-                saved = save()
+            if trainer.progress is not None and trainer.progress.step == loop.logged > loop.saved:
+                loop.save()
             checkpoints.close()
         if stopped is not None:
             if hosts.is_first():
-                kept = f"Saved after step {saved}" if saved else "No step was completed"
+                kept = f"Saved after step {loop.saved}" if loop.saved else "No step was completed"
                 print(f"{stopped}: {kept}. Rerun the command to resume.", file=sys.stderr)
             sys.exit(128 + stopped.number)  # exit status of a process that was terminated by this signal
 
 
-@dataclasses.dataclass(frozen=True)
-class _Log:
-    """Writes the records of a run on the process that has a tracker; the other processes wait for it."""
+@dataclasses.dataclass
+class _Loop:
+    """The loop around the training step. The process that has a tracker writes the records; the others wait for it.
+
+    A resumed run continues from the last checkpoint. It removes the rows of later steps, restores the position in the
+    data, and repeats these steps with the same seeds.
+
+    Attributes:
+      logged: Last step whose metrics and generations were written.
+      saved: Step of the last checkpoint. 0 without a checkpoint.
+    """
 
     trainer: Trainer
-    tracker: Tracker | None
-    schedule: TrainSchedule
+    evaluate: Callable[[], Awaitable[Metrics]]
     checkpoints: Checkpoints
+    tracker: Tracker | None
+    config: Config
+    logged: int
+    saved: int
 
-    async def step(self, step: int, result: StepResult) -> None:
+    async def start(self, is_evaluated: bool) -> None:
+        """Pushes the initial weights and, unless they have been evaluated, evaluates them."""
+        await self.trainer.experience.wait_until_ready()
+        await self.trainer.push_weights()
+        if self._is_due(self.config.eval.every, self.logged) and not is_evaluated:
+            await self._evaluate(self.logged)
+            await self._write(lambda tracker: tracker.publish(self.logged))
+        self.trainer.timeline.cut(self.logged)  # the first step's time does not include waiting for servers
+
+    async def step(self, step: int) -> None:
+        """Trains on one batch, writes its records, pushes the weights and, if due, evaluates and saves them."""
+        config, stage = self.config, self.trainer.timeline.clock(step).stage
+        batch, metrics = await self.trainer.step(step)
+        await self._log(step, batch, metrics)
+        self.logged = step  # only a logged step is saved, so a checkpoint is never ahead of the rows
+        with stage("sync"):
+            await self.trainer.push_weights()
+        if self._is_due(config.eval.every, step):
+            await self._evaluate(step)
+        await self._log_timing(step, batch)
+        if step % config.checkpoint.every == 0:
+            with stage("checkpoint"):
+                self.save()
+        if step < config.train.num_steps:
+            await hosts.barrier(self.trainer.experience.stop.check())
+
+    def save(self) -> None:
+        """Saves a checkpoint of the last completed step."""
+        progress = self.trainer.current
+        data = {"position": progress.position, "solved": f"{progress.solved:x}", "ahead": progress.ahead}
+        self.checkpoints.save(progress.step, progress.state, data)
+        self.saved = progress.step
+
+    def _is_due(self, interval: int, step: int) -> bool:
+        """Returns True if `step` is a multiple of `interval` or the last step, and `interval` is not 0."""
+        return bool(interval) and (step % interval == 0 or step == self.config.train.num_steps)
+
+    async def _evaluate(self, step: int) -> None:
+        """Evaluates the policy after a step, and writes the metrics as a row separate from that of the step."""
+        with self.trainer.timeline.clock(step).stage("evaluate"):
+            metrics = await self.evaluate()
+            await self._write(lambda tracker: tracker.log(step, metrics))
+
+    async def _log(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Writes the metrics of a trained step and, if due, its generations."""
-        due = self.schedule.is_due(self.schedule.log_generations, step)
-        batch = result.batch
+        due = self._is_due(self.config.log.generations_every, step)
         rows = logged_generations(batch.graded, batch.usable, batch.advantages) if due else []
+        await self._write(
+            lambda tracker: tracker.log_generations(step, rows), lambda tracker: tracker.log(step, metrics)
+        )
 
-        def write(tracker: Tracker) -> None:
-            tracker.log_generations(step, rows)
-            tracker.log(step, result.metrics)
-
-        await self._write(write)
-
-    async def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Writes the metrics of an evaluation, as a row separate from that of the step."""
-        await self._write(lambda tracker: tracker.log(step, metrics))
-
-    async def timing(self, step: int, batch: Batch) -> None:
+    async def _log_timing(self, step: int, batch: Batch) -> None:
         """Writes the time that the stages of a step took, and publishes everything that was logged of the step."""
         clock, window = self.trainer.timeline.clock(step), self.trainer.timeline.cut(step)
         num_tokens = sum(int(y.loss_mask.sum()) for group in batch.graded for y in group.group.generations)
@@ -282,21 +264,15 @@ class _Log:
         }
         if (held := peak_bytes()) is not None:
             timing["memory/peak_bytes"] = float(held)
+        await self._write(
+            lambda tracker: tracker.log_timing(step, timing, window.row()), lambda tracker: tracker.publish(step)
+        )
 
-        def write(tracker: Tracker) -> None:
-            tracker.log_timing(step, timing, window.row())
-            tracker.publish(step)
-
-        await self._write(write)
-
-    async def publish(self, step: int) -> None:
-        """Publishes the logged metrics of a step."""
-        await self._write(lambda tracker: tracker.publish(step))
-
-    async def _write(self, write: Callable[[Tracker], None]) -> None:
+    async def _write(self, *records: Callable[[Tracker], None]) -> None:
         async def on_tracker() -> None:
             if self.tracker is not None:
-                await asyncio.to_thread(write, self.tracker)
+                for write in records:
+                    await asyncio.to_thread(write, self.tracker)
 
         await hosts.barrier(on_tracker())
 

@@ -1,5 +1,6 @@
 """Test configuration: shapes and types are checked at run time; rank promotion and warnings are errors."""
 
+import gc
 import os
 import signal
 import sys
@@ -47,6 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs files with slow tests first, so that the workers finish at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Excludes the objects of imported modules from garbage collections, which each read of a checkpoint starts."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -46,15 +46,13 @@ class Failing:
         return LetterEpisode()
 
 
-def batch(task: Failing, **fields: Any) -> Batch:
-    experience = tiny_experience(tiny_config(), task=task)
-    for name, value in fields.items():
-        setattr(experience, name, value)
+def batch(task: Failing, fraction: float = 0.25) -> Batch:
+    experience = tiny_experience(tiny_config(**{"rollouts.max_failed_fraction": fraction}), task=task)
     return asyncio.run(experience.batch(1, 0))
 
 
 def test_failed_prompts_are_counted_and_not_trained_on():
-    drawn, whole = batch(Failing("q"), max_failed_fraction=0.5), batch(Failing())
+    drawn, whole = batch(Failing("q"), fraction=0.5), batch(Failing())
     assert {one.group.problem.id for one in drawn.graded} == {"p", "r"}
     assert [one.group.problem.id for one in drawn.trained[0]] == [one.group.problem.id for one in drawn.graded]
     assert drawn.position == whole.position == len(whole.graded) == 3
@@ -70,7 +68,7 @@ def test_failed_prompts_are_counted_and_not_trained_on():
 @pytest.mark.parametrize(("failing", "fraction"), [("q", 0.25), ("pqr", 1.0)])
 def test_too_many_failures_end_the_run(failing: str, fraction: float):
     with pytest.raises(EpisodeError, match=r"failed on \d of 3 prompts.*failed \(\d times\).*out of order"):
-        batch(Failing(*failing), max_failed_fraction=fraction)
+        batch(Failing(*failing), fraction)
 
 
 class HalfCorrect(RandomLetters):
@@ -91,11 +89,10 @@ def queue_batches(failing: Sequence[int], fraction: float, judge: Judge | None =
     """
     problems = [Problem(str(i), f"{i}:", "a") for i in range(60)]
     settings = {"train.prompts_per_batch": 5, "train.num_steps": 20, "train.staleness": 3, "algo.advantages": "grpo"}
-    config = tiny_config(**settings | changes)
+    config = tiny_config(**settings | {"rollouts.max_failed_fraction": fraction} | changes)
     names = [problem.id for problem in tiny_experience(config, problems=problems).problems.draw(0, 40)]
     task = Failing(*(names[place] for place in failing))
     experience = tiny_experience(config, HalfCorrect(), task, judge, problems=problems)
-    experience.max_failed_fraction = fraction
 
     async def draw() -> list[Batch]:
         found = [await experience.batch(1, 0)]

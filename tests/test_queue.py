@@ -232,7 +232,7 @@ class Processes:
     async def run(self, *experiences: Experience) -> list[list[Batch]]:
         async def one(index: int, experience: Experience) -> list[Batch]:
             self.index.set(index)
-            return await draw_batches(experience, experience.train.num_steps, pauses=index)
+            return await draw_batches(experience, experience.config.train.num_steps, pauses=index)
 
         return await asyncio.gather(*(one(*item) for item in enumerate(experiences)))
 

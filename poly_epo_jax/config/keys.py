@@ -27,7 +27,7 @@ from poly_epo_jax.config.checks import (
     Range,
     one_of,
 )
-from poly_epo_jax.config.section import Section, changed_keys, key
+from poly_epo_jax.config.section import Section, key
 
 FLOATS = one_of("float32", "bfloat16")
 STEPS = Range(1, 10**9)
@@ -398,6 +398,3 @@ def max_draws(train: TrainSection) -> int:
 def updates_per_step(train: TrainSection) -> int:
     """Returns the number of optimizer updates per step."""
     return train.prompts_per_batch // train.prompts_per_minibatch
-
-
-__all__ = ["Config", "ConfigError", "changed_keys", "max_draws", "max_sequence_tokens", "updates_per_step"]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.config.keys import changed_keys
+from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.records.run_folder import GENERATION
 from poly_epo_jax.system.json_files import Columns, Row, read_object, read_rows, write_json
 

@@ -20,14 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import orbax.checkpoint as ocp
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.model.fingerprint import array_names, fingerprints
 from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.parallel import hosts
-from poly_epo_jax.parallel.sharding import platform
+from poly_epo_jax.parallel.sharding import abstract_arrays, platform
 from poly_epo_jax.system.digests import json_digest
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
@@ -68,13 +67,8 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
-    def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, or None. Interrupted saves do not count."""
-        return self._manager.latest_step()
-
-    @property
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, in ascending order."""
+        """Steps of all complete checkpoints, in ascending order. Interrupted saves do not count."""
         return sorted(self._manager.all_steps())
 
     @property
@@ -123,7 +117,7 @@ class Checkpoints:
         """
         if frozen is not None:
             like, shardings = (dataclasses.replace(part, frozen={}) for part in (like, shardings))
-        tree = _abstract(like, shardings)
+        tree = abstract_arrays(like, shardings)
         state, data = self._verified(step, tree, ocp.args.StandardRestore(tree), frozen)
         return state if frozen is None else dataclasses.replace(state, frozen=frozen), data
 
@@ -148,7 +142,7 @@ class Checkpoints:
             with other frozen weights.
           OSError: If reading fails for a reason that does not indicate corruption, such as missing permissions.
         """
-        parts = split_params(_abstract(like, shardings), trainable)
+        parts = split_params(abstract_arrays(like, shardings), trainable)
         weights = {name: part for name, part in zip(("trainable", "frozen"), parts, strict=True) if part}
         if frozen is not None:
             del weights["frozen"]
@@ -265,10 +259,6 @@ class Checkpoints:
                 f"Failed to write a checkpoint to {self._directory}: {_reason(error)}. Free disk space or choose a "
                 "writable folder. Earlier checkpoints are intact. Rerun the command to resume."
             ) from error
-
-
-def _abstract(like: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings)
 
 
 def _other_arrays(tree: Any, saved: Collection[str]) -> list[str]:

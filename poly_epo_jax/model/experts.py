@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.matmul import transposed
+from poly_epo_jax.model.matmul import take_rows, transposed
 from poly_epo_jax.parallel.sharding import ROWS, constrain_sharding
 
 MIN_BLOCK, MAX_BLOCK = 8, 256
@@ -120,10 +120,10 @@ def _forward(activation, is_sharded, x, routing, mlp):
 
         def add_block(i, y):
             expert, token, pair = blocks.take(i)
-            rows = _rows(x, token)
+            rows = take_rows(x, token)
             hidden = activation(rows @ gate[expert]) * (rows @ up[expert])
             out = jnp.matmul(hidden, down[expert], preferred_element_type=jnp.float32)
-            return y.at[token].add(out * _rows(routing.scales.reshape(-1), pair)[:, None], mode="drop")
+            return y.at[token].add(out * take_rows(routing.scales.reshape(-1), pair)[:, None], mode="drop")
 
         with jax.named_scope(EXPERTS_SCOPE):
             y = jax.lax.fori_loop(0, blocks.count, add_block, jnp.zeros(x.shape, jnp.float32))
@@ -147,8 +147,8 @@ def _backward(activation, is_sharded, operands, d_out):
         def add_block(i, gradients):
             d_x, d_scales, d_gate, d_up, d_down = gradients
             expert, token, pair = blocks.take(i)
-            rows, d_rows = _rows(x, token), _rows(d_out, token)
-            scale = _rows(routing.scales.reshape(-1), pair)[:, None]
+            rows, d_rows = take_rows(x, token), take_rows(d_out, token)
+            scale = take_rows(routing.scales.reshape(-1), pair)[:, None]
             hidden, pullback = jax.vjp(lambda g, u: activation(g) * u, rows @ gate[expert], rows @ up[expert])
             d_hidden = jnp.matmul(d_rows, down[expert].T, preferred_element_type=jnp.float32)
             d_scale = jnp.sum(hidden * d_hidden, axis=1)
@@ -237,11 +237,6 @@ def _weight_specs(is_sharded):
 def _local_blocks(axes, num_experts, num_local, routing):
     first = jax.lax.axis_index("expert") * num_local if "expert" in axes else 0
     return _Blocks(num_experts, num_local, routing.experts - first)
-
-
-def _rows(x, indices):
-    """Returns rows of x, with zeros for indices past its end."""
-    return x.at[indices].get(mode="fill", fill_value=0)
 
 
 def _gather_rows(axes, x):

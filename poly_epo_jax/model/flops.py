@@ -15,11 +15,6 @@ from poly_epo_jax.model.transformer import declared_weights
 from poly_epo_jax.parallel.mesh import RULES
 
 
-def layer_weights(config: ModelConfig) -> int:
-    """Returns the number of elements of the matrices of all layers. Norms and biases are negligible and not counted."""
-    return sum(size for path, size in matrix_sizes(config).items() if is_of_layers(path))
-
-
 def active_weights(config: ModelConfig) -> int:
     """Returns the number of elements of the matrices of all layers that one token is multiplied by.
 
@@ -41,7 +36,7 @@ def total_weights(config: ModelConfig) -> int:
 def matrix_sizes(config: ModelConfig) -> dict[str, int]:
     """Returns the number of elements of each matrix that reads or writes the residual stream, keyed by its path.
 
-    The matrices of all layers count together. Adapters are not counted.
+    The matrices of all layers count together. Adapters are not counted. Norms and biases are negligible.
     """
     declared = declared_weights(without_adapter(config)).items()
     return {path: math.prod(param.shape) for path, param in declared if "hidden_size" in param.axes}

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from poly_epo_jax.config.checks import check_of_type
 from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES, VISION_WRAPPERS, Architecture, Weight
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import StoredTensor, language_tensors, new_folder, open_tensors, write_tensors
+from poly_epo_jax.model.hf_files import language_tensors, new_folder, open_tensors, write_tensors, write_tokenizer
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
-from poly_epo_jax.model.rope import Yarn
-from poly_epo_jax.model.tokenizer_files import write_tokenizer
+from poly_epo_jax.model.rope import Yarn, check_setting
 from poly_epo_jax.model.transformer import abstract_model, declared_weights, param_shapes
 from poly_epo_jax.system.digests import write_digests
 from poly_epo_jax.system.json_files import read_object, write_json
@@ -64,7 +62,7 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
         raise FileNotFoundError(f"{path} has no config.json; specify a Hugging Face model folder.")
     content = read_object(file, "create or download the model folder again")
     if content.get("model_type") in VISION_WRAPPERS:
-        _check_value(file, "text_config", content.get("text_config"), Mapping)
+        check_setting(f"{file}: text_config", content.get("text_config"), Mapping[str, Any])
         of_both = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
         content = content["text_config"] | of_both | {"model_type": VISION_WRAPPERS[content["model_type"]]}
     written = {key: value for key, value in content.items() if value is not None}
@@ -83,7 +81,7 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
         )
     architecture = ARCHITECTURES[family]
     for key in ("rope_scaling", "rope_parameters"):
-        _check_value(file, key, written.get(key, {}), Mapping)
+        check_setting(f"{file}: {key}", written.get(key, {}), Mapping[str, Any])
     unsupported = [
         key
         for key, is_unsupported in architecture.unsupported.items()
@@ -129,7 +127,7 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
         host = np.empty(leaf.shape, leaf.dtype)
         for name, tensor in tensors.items():
             if tensor.path == _dotted(key_path):
-                host[tensor.index] = tensor.weight.restore(source[name].read(), tensor.shape)
+                host[tensor.index] = tensor.weight.restore(source[name][:], tensor.shape)
         if sharding is None:
             weight = jnp.asarray(host)
         else:
@@ -239,7 +237,7 @@ def _shapes(file: Path, written: Mapping[str, Any], architecture: Architecture) 
     found = {field: written[key] for field, key in config_keys.items() if key in written}
     types = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for field, value in found.items():
-        _check_value(file, config_keys[field], value, types[field])
+        check_setting(f"{file}: {config_keys[field]}", value, types[field])
     heads = found.get("num_heads", architecture.defaults.get("num_heads", 1))
     defaults = {"num_kv_heads": heads}
     if found.get("hidden_size", 0) % heads == 0 and written["model_type"] != "qwen3":
@@ -252,14 +250,6 @@ def _shapes(file: Path, written: Mapping[str, Any], architecture: Architecture) 
         kv_key, key = (config_keys[field] for field in ("num_kv_heads", "num_heads"))
         raise ValueError(f"{file}: {kv_key}={shapes['num_kv_heads']} must divide {key}={heads}; correct it.")
     return shapes
-
-
-def _check_value(file: Path, key: str, value: Any, kind: Any) -> None:
-    """Checks the type of a value of config.json. Numbers must be positive."""
-    check = check_of_type(Mapping[str, Any] if kind is Mapping else kind)
-    if not check.is_valid(value) or (kind in (int, float) and value <= 0):
-        rule = f"{check.rule} greater than 0" if kind in (int, float) else check.rule
-        raise ValueError(f"{file}: {key}={value!r} {rule}; create or download the model folder again.")
 
 
 def _dotted(key_path: Any) -> str:
@@ -280,7 +270,7 @@ def _tensors(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _check_tensors(
-    path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: Mapping[str, StoredTensor]
+    path: str | Path, config: ModelConfig, tensors: dict[str, Tensor], source: Mapping[str, Any]
 ) -> None:
     head, embedding = (ARCHITECTURES[config.family].weights[path].name for path in ("untied_head", "embed"))
     for name in source:
@@ -292,7 +282,7 @@ def _check_tensors(
             raise ValueError(
                 f"{path} has no tensor {name}; download the complete model, or use the config.json of the same model."
             )
-        found, expected = source[name].slice(), tensor.weight.hf_shape(tensor.shape)
+        found, expected = source[name], tensor.weight.hf_shape(tensor.shape)
         if tuple(found.get_shape()) != expected:
             raise ValueError(
                 f"{path}: {name} has shape {tuple(found.get_shape())}, but config.json requires {expected}."
@@ -300,7 +290,7 @@ def _check_tensors(
         if found.get_dtype() not in ("BF16", "F16", "F32"):
             raise ValueError(f"{path}: {name} has type {found.get_dtype()}; choose a model in BF16, F16 or F32.")
     has_both = config.tie_word_embeddings and head in source
-    if has_both and not np.array_equal(source[head].read(), source[embedding].read()):
+    if has_both and not np.array_equal(source[head][:], source[embedding][:]):
         raise ValueError(
             f"{path}: {head} differs from {embedding}, but config.json sets tie_word_embeddings. transformers 4 and "
             f"5 load such folders as different models; set tie_word_embeddings to false, or remove {head}."

@@ -1,25 +1,28 @@
-"""Opens the safetensors files of a Hugging Face model folder, and writes them with several threads."""
+"""Files of a Hugging Face model folder: opens and writes safetensors files, and copies tokenizers."""
 
 import json
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.system.json_files import write_json
 
 WRITERS = 4
 """Number of files that are written in parallel. Host memory holds the tensors of these files and of the next one."""
 SMALLEST_SHARD = 32 * 2**20  # Bytes. Splitting into smaller files takes more time than it saves.
+TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.jinja", "*/*.jinja")
+"""Patterns of the tokenizer files in a model folder. Files in subfolders are additional chat templates."""
 _SINGLE, _INDEX, _PATTERN = "model.safetensors", "model.safetensors.index.json", "model{suffix}.safetensors"
 
 
@@ -51,23 +54,10 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in an open safetensors file, and its name in this file."""
-
-    file: Any
-    name: str
-
-    def read(self) -> np.ndarray:
-        """Reads the tensor."""
-        return self.file.get_tensor(self.name)
-
-    def slice(self) -> Any:
-        """Returns an object with the shape and type of the tensor."""
-        return self.file.get_slice(self.name)
-
-
-def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+def open_tensors(folder: Path) -> dict[str, Any]:
     """Opens the safetensors files of a folder, and returns its tensors, keyed by name.
+
+    A tensor is a slice of safetensors, with the methods `get_shape` and `get_dtype`. The slice `tensor[:]` reads it.
 
     Raises:
       FileNotFoundError: If the folder has no safetensors files, or if a file in its index is missing.
@@ -95,10 +85,10 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
                     "model folder again."
                 )
             sources[name] = file
-    return {name: StoredTensor(opened[file], name) for name, file in sources.items()}
+    return {name: opened[file].get_slice(name) for name, file in sources.items()}
 
 
-def language_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def language_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of the language model by the names that they have without a vision model.
 
     Args:
@@ -184,3 +174,42 @@ def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(mode)  # safetensors 0.8 creates files that only their owner can read (safetensors issue 782)
+
+
+def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Copies files to a folder. The copies have the default permissions of new files, not the source permissions.
+
+    Args:
+      source: Folder of the files, which may be read-only.
+      folder: Existing folder. Subfolders are created.
+      patterns: Patterns of the names of the files, relative to `source`.
+
+    Raises:
+      OSError: If a file cannot be copied.
+    """
+    for file in (file for pattern in patterns for file in source.glob(pattern) if file.is_file()):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase | Path, folder: Path) -> None:
+    """Writes a tokenizer to a model folder.
+
+    Args:
+      tokenizer: A model folder or a new tokenizer. The tokenizer files of a folder are copied unchanged, because older
+        versions of transformers cannot load the files that newer versions write. The class name of a new tokenizer is
+        written so that transformers 4 and 5 can load it.
+      folder: Existing folder to write to.
+
+    Raises:
+      OSError: If a file cannot be written.
+    """
+    if isinstance(tokenizer, Path):
+        copy_files(tokenizer, folder, TOKENIZER_FILES)
+        return
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_bytes())
+    if content["tokenizer_class"] == "TokenizersBackend":  # the name in transformers 5 of PreTrainedTokenizerFast
+        write_json(file, content | {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -14,14 +14,9 @@ from poly_epo_jax.model.rope import Rope, read_rope, write_rope
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def read_uniform(written: Mapping[str, Any], theta: float = 1e4) -> dict[str, Any]:
-    """Reads the rotary position embedding that all layers share.
-
-    Args:
-      written: Content of config.json.
-      theta: Base of the frequencies if config.json does not contain it.
-    """
-    return {"ropes": (_shared_rope(written, theta),)}
+def read_uniform(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the rotary position embedding that all layers share."""
+    return {"ropes": (_shared_rope(written, 1e4),)}
 
 
 def write_uniform(config: ModelConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention.segments import pad_to_blocks
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.parallel.sharding import ROWS
+from poly_epo_jax.parallel.sharding import ROWS, on_each_device
 
 CHUNK = 64
 """Number of tokens per chunk of `packed_delta_rule`."""
@@ -312,12 +312,9 @@ def _packed(config, inputs, first):
     def heads(qkv, conv):
         return split_heads(config, causal_convolution(qkv, conv, first))
 
-    rule = packed_delta_rule
-    if not jax.sharding.get_abstract_mesh().empty:
-        # Each device processes its local rows and heads. The compiler might gather them for the loop over chunks.
-        by_rows, by_heads = PartitionSpec(ROWS, None), PartitionSpec(ROWS, None, "tensor")
-        memory = PartitionSpec(ROWS, "tensor")
-        rule = jax.shard_map(rule, in_specs=(*[by_heads] * 5, by_rows), out_specs=(by_heads, memory), check_vma=False)
+    # Each device processes its local rows and heads. The compiler might gather them for the loop over chunks.
+    by_rows, by_heads = PartitionSpec(ROWS, None), PartitionSpec(ROWS, None, "tensor")
+    rule = on_each_device(packed_delta_rule, (*[by_heads] * 5, by_rows), (by_heads, PartitionSpec(ROWS, "tensor")))
     q, k, v = heads(inputs.qkv, inputs.conv)
     y, memory = rule(q, k, v, inputs.log_decay, inputs.beta.astype(jnp.float32), first)
     return y.astype(inputs.qkv.dtype), memory

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from poly_epo_jax.model.matmul import transposed
+from poly_epo_jax.model.matmul import take_rows, transposed
 from poly_epo_jax.parallel.devices import DEVICES, device_name
-from poly_epo_jax.parallel.sharding import ROWS, platform
+from poly_epo_jax.parallel.sharding import ROWS, on_each_device, platform
 
 LOGITS_SHARE = 0.02
 """Maximum fraction of accelerator memory for the float32 logits of a chunk, without arrays computed from them."""
@@ -87,16 +87,6 @@ GATHERED_AXES = {"fsdp": 1, "tensor": 0}
 """Axis of the head [V, D] that is sharded over each mesh axis."""
 
 
-def _on_each_device(function, in_specs, out_specs):
-    """Maps `function` over the shards of a mesh. Returns it unchanged without a mesh.
-
-    shard_map is not differentiated: `_forward` and `_backward` contain the collectives of both passes explicitly.
-    """
-    if jax.sharding.get_abstract_mesh().empty:
-        return function
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
 def _split_axes():
     """Returns the names of the mesh axes with more than one device, in order. Returns [] without a mesh."""
     return [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
@@ -121,11 +111,6 @@ def _scatter_head(gradient):
 
 def _logits(hidden, head, temperature):
     return jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32) / temperature
-
-
-def _take(x, indices):
-    """Returns rows of x, with zeros for indices past its end."""
-    return x.at[indices].get(mode="fill", fill_value=0)
 
 
 def _for_each_chunk(indices, count, chunk_tokens, function, outputs):
@@ -157,10 +142,10 @@ def _forward(hidden, head, targets, wanted, temperature, chunk_tokens):
         hidden, targets, indices, count, chunk = _flat(hidden, targets, wanted, chunk_tokens)
 
         def one_chunk(at, outputs):
-            logits = _logits(_take(hidden, at), head, temperature)
+            logits = _logits(take_rows(hidden, at), head, temperature)
             log_normalizer = jax.nn.logsumexp(logits, axis=-1)
             log_p = logits - log_normalizer[:, None]
-            chosen = jnp.take_along_axis(log_p, _take(targets, at)[:, None], axis=-1)[:, 0]
+            chosen = jnp.take_along_axis(log_p, take_rows(targets, at)[:, None], axis=-1)[:, 0]
             values = chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), log_normalizer
             return tuple(x.at[at].set(value, mode="drop") for x, value in zip(outputs, values, strict=True))
 
@@ -168,7 +153,8 @@ def _forward(hidden, head, targets, wanted, temperature, chunk_tokens):
         outputs = _for_each_chunk(indices, count, chunk, one_chunk, (zeros, zeros, zeros))
         return tuple(x.reshape(shape) for x in outputs)
 
-    each = _on_each_device(
+    # shard_map is not differentiated: `_forward` and `_backward` contain the collectives of both passes explicitly.
+    each = on_each_device(
         local, (HIDDEN_SPEC, HEAD_SPEC, TOKENS_SPEC, TOKENS_SPEC), (TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC)
     )
     logprobs, entropy, log_normalizer = each(hidden, head, targets, wanted)
@@ -183,12 +169,12 @@ def _backward(temperature, chunk_tokens, residuals, cotangents):
 
         def one_chunk(at, gradients):
             d_hidden, d_head = gradients
-            x = _take(hidden, at)
-            mean, normalizer, d_logprobs, d_entropy = (_take(x, at)[:, None] for x in columns)
+            x = take_rows(hidden, at)
+            mean, normalizer, d_logprobs, d_entropy = (take_rows(x, at)[:, None] for x in columns)
             log_p = _logits(x, full_head, temperature) - normalizer
             d_logits = -jnp.exp(log_p) * (d_logprobs + d_entropy * (log_p + mean))
             # The comparison is fused with the line above. A scatter would be a separate pass over the logits.
-            is_target = jnp.arange(len(full_head))[None] == _take(targets, at)[:, None]
+            is_target = jnp.arange(len(full_head))[None] == take_rows(targets, at)[:, None]
             d_logits = jnp.where(is_target, d_logits + d_logprobs, d_logits)
             d_logits = (d_logits / temperature).astype(hidden.dtype)
             d_x = jnp.einsum("tv,vd->td", d_logits, full_head, preferred_element_type=jnp.float32)
@@ -201,7 +187,7 @@ def _backward(temperature, chunk_tokens, residuals, cotangents):
         return d_hidden.reshape(shape), _scatter_head(d_head).T.astype(head.dtype)
 
     in_specs = (HIDDEN_SPEC, HEAD_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC, TOKENS_SPEC)
-    d_hidden, d_head = _on_each_device(local, in_specs, (HIDDEN_SPEC, HEAD_SPEC))(*residuals, *cotangents)
+    d_hidden, d_head = on_each_device(local, in_specs, (HIDDEN_SPEC, HEAD_SPEC))(*residuals, *cotangents)
     return d_hidden, d_head, None, None
 
 

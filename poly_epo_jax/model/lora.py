@@ -86,11 +86,11 @@ def init_adapter(config: ModelConfig, seed: int, shardings: Params) -> Params:
     """
     if not config.lora_targets:
         return {}
-
-    def draw() -> Params:  # the compiler removes the weights that are not returned
-        return split_adapter(config, init_params(config, seed))[0]
-
-    return jax.jit(draw, out_shardings=split_adapter(config, shardings)[0])()
+    # The compiler removes the weights that are not returned.
+    draw = jax.jit(
+        lambda: split_adapter(config, init_params(config, seed))[0], out_shardings=split_adapter(config, shardings)[0]
+    )
+    return draw()
 
 
 def merge_adapter(config: ModelConfig, layers: Mapping[str, Any], name: str, index: Any) -> Any:

@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
 
 from poly_epo_jax.parallel.sharding import gather_weight, platform, split_outputs, summed_over_rows
 
@@ -31,6 +31,11 @@ def matmul(x: Float[Array, "M ..."], weight: Float[Array, "..."], axes: tuple[st
 def transposed(x: Float[Array, "M K"]) -> Float[Array, "K M"]:
     """Transposes x. On CPUs, x is copied, because matmuls of a transposed view take up to 1.6 times as long."""
     return jax.lax.optimization_barrier(x.T) if platform() == "cpu" else x.T
+
+
+def take_rows(x: Shaped[Array, "M ..."], indices: Int[Array, " N"]) -> Shaped[Array, "N ..."]:
+    """Returns rows of x, with zeros for indices past its end."""
+    return x.at[indices].get(mode="fill", fill_value=0)
 
 
 def _forward(x, weight, axes):

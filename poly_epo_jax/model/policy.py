@@ -16,11 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from poly_epo_jax.config.keys import ConfigError, LoraSection, ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import new_folder
+from poly_epo_jax.model.hf_files import copy_files, new_folder, write_tokenizer
 from poly_epo_jax.model.lora import check_adapter, init_adapter, lora_fields, split_adapter, without_adapter
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.stop_strings import stop_string_ids
-from poly_epo_jax.model.tokenizer_files import copy_files, write_tokenizer
 from poly_epo_jax.model.transformer import Transformer, abstract_model
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests

@@ -172,7 +172,7 @@ def read_rope(key: str, written: Mapping[str, Any], max_position: int) -> Rope:
     parameters = {name: value for name, value in written.items() if value is not None}
     kind, theta = parameters.pop("rope_type", parameters.pop("type", "default")), parameters.pop("rope_theta")
     parameters.pop("type", None)
-    _check_number("rope_theta", theta)
+    check_setting("rope_theta", theta, float)
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0 or (kind != "default" and kind not in SCALINGS):
         raise ValueError(f"{key} {dict(written)!r} is not supported; choose a model without it.")
     if kind == "default":
@@ -192,7 +192,7 @@ def read_rope(key: str, written: Mapping[str, Any], max_position: int) -> Rope:
         if name not in parameters and field.default is dataclasses.MISSING:
             raise ValueError(f"{key} does not contain {name!r}; add it.")
         if name in parameters and name != "truncate":
-            _check_number(f"{key}.{name}", parameters[name])
+            check_setting(f"{key}.{name}", parameters[name], float)
     return Rope(float(theta), SCALINGS[kind](**parameters))
 
 
@@ -215,7 +215,18 @@ def _interpolate(frequencies: jax.Array, factor: float, kept: jax.Array) -> jax.
     return frequencies * kept + frequencies / factor * (1 - kept)
 
 
-def _check_number(name: str, value: Any) -> None:
-    check = check_of_type(float)
-    if not check.is_valid(value) or value <= 0:
-        raise ValueError(f"{name}={value!r} {check.rule} greater than 0; create or download the model folder again.")
+def check_setting(name: str, value: Any, kind: Any) -> None:
+    """Checks the type of a value of config.json. Numbers must be positive.
+
+    Args:
+      name: Key of the value, for the error message.
+      value: The value.
+      kind: Declared type, see `check_of_type`.
+
+    Raises:
+      ValueError: If the value is invalid.
+    """
+    check = check_of_type(kind)
+    if not check.is_valid(value) or (kind in (int, float) and value <= 0):
+        rule = f"{check.rule} greater than 0" if kind in (int, float) else check.rule
+        raise ValueError(f"{name}={value!r} {rule}; create or download the model folder again.")

@@ -32,18 +32,17 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
 
 @functools.cache
 def _accepted(name: str, device: Any) -> tuple[tuple[str, bool | str], ...]:
-    options = COMPILER_OPTIONS.get(name, {})
-    if not options or _rejection(device, options) is None:
-        return tuple(options.items())
-    rejections = {key: _rejection(device, {key: value}) for key, value in options.items()}
-    for key, reason in rejections.items():
-        if reason is not None:
+    accepted = []
+    for key, value in COMPILER_OPTIONS.get(name, {}).items():
+        if (reason := _rejection(device, {key: value})) is None:
+            accepted.append((key, value))
+        else:
             warnings.warn(
-                f"The XLA option {key}={options[key]}, which makes {name} faster, is not accepted by this compiler and "
-                f"is omitted: {reason}. Install the versions in launch/lock.txt.",
+                f"The XLA option {key}={value}, which makes {name} faster, is not accepted by this compiler and is "
+                f"omitted: {reason}. Install the versions in launch/lock.txt.",
                 stacklevel=2,
             )
-    return tuple((key, value) for key, value in options.items() if rejections[key] is None)
+    return tuple(accepted)
 
 
 def _rejection(device: Any, options: dict[str, bool | str]) -> str | None:

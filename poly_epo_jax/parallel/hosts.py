@@ -62,13 +62,19 @@ def join(section: HostsSection) -> None:
         return
     explicit: dict[str, Any] = {}
     if coordinator != "auto":
-        _check(section)
+        if not 0 <= section.process_id < section.num_processes:
+            raise ValueError(
+                f"hosts.coordinator_address={coordinator} requires hosts.num_processes, the number of processes, and "
+                "hosts.process_id, from 0 to hosts.num_processes - 1, but they are "
+                f"{section.num_processes} and {section.process_id}; set both keys, or set "
+                "hosts.coordinator_address=auto under SLURM or on a TPU pod."
+            )
         explicit = {
             "coordinator_address": coordinator,
             "num_processes": section.num_processes,
             "process_id": section.process_id,
+            "coordinator_bind_address": _bind_address(coordinator),
         }
-        explicit["coordinator_bind_address"] = _bind_address(coordinator)
     # On CPUs, the collectives of concurrently running programs would be confused with each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Ctrl-C terminates the process until training installs its own handler: there is nothing to save yet, and a
@@ -91,16 +97,6 @@ def join(section: HostsSection) -> None:
             "first process, and set hosts.num_processes and hosts.process_id."
         ) from error
     find_devices()  # before the exchanges between the processes, which use the devices
-
-
-def _check(section: HostsSection) -> None:
-    if not 0 <= section.process_id < section.num_processes:
-        raise ValueError(
-            f"hosts.coordinator_address={section.coordinator_address} requires hosts.num_processes, the number of "
-            "processes, and hosts.process_id, from 0 to hosts.num_processes - 1, but they are "
-            f"{section.num_processes} and {section.process_id}; set both keys, or set hosts.coordinator_address=auto "
-            "under SLURM or on a TPU pod."
-        )
 
 
 def _bind_address(coordinator: str) -> str | None:

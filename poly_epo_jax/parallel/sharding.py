@@ -115,6 +115,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def abstract_arrays(like: Any, shardings: Any) -> Any:
+    """Replaces arrays by their shapes, types and shardings.
+
+    Args:
+      like: Tree of arrays, or of other leaves with a shape and a dtype.
+      shardings: Tree with the sharding of each leaf.
+    """
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings)
+
+
 def constrain_sharding(x: jax.Array, *spec: Any) -> jax.Array:
     """Constrains the sharding of an array under a mesh.
 
@@ -129,6 +139,19 @@ def constrain_sharding(x: jax.Array, *spec: Any) -> jax.Array:
     if mesh.empty or mesh.manual_axes:  # With manual axes, x is the local shard.
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Maps a function over the shards of the current mesh. Returns it unchanged without a mesh.
+
+    Args:
+      function: Function of the shards of a device, with explicit collectives.
+      in_specs: PartitionSpec of each argument.
+      out_specs: PartitionSpec of each result.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def gather_weight(weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -278,15 +278,14 @@ def token_weights(lengths: Scalars, length_normalization: str, max_length: int) 
       ValueError: If `length_normalization` is unknown, or `lengths` is invalid (see `as_features`).
     """
     (lengths,) = as_features(lengths=lengths)
-    if length_normalization == "own":
-        divisors = jnp.maximum(lengths, 1)
-    elif length_normalization == "max":
-        divisors = jnp.full(lengths.shape, max_length)
-    elif length_normalization == "token":
-        divisors = jnp.full(lengths.shape, jnp.maximum(lengths.sum(), 1) / lengths.size)
-    else:
+    divisors = {
+        "own": jnp.maximum(lengths, 1),
+        "max": jnp.full(lengths.shape, max_length),
+        "token": jnp.full(lengths.shape, jnp.maximum(lengths.sum(), 1) / lengths.size),
+    }
+    if length_normalization not in divisors:
         raise ValueError(f'length_normalization is "{length_normalization}", but must be "own", "max" or "token".')
-    return 1 / (float(lengths.size) * divisors)  # int32 would overflow at 2^31 tokens
+    return 1 / (float(lengths.size) * divisors[length_normalization])  # int32 would overflow at 2^31 tokens
 
 
 def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Array, "*rows T"]:

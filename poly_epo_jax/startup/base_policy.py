@@ -50,13 +50,6 @@ KEYED_DEMONSTRATIONS = 1000
 
 
 @runtime_checkable
-class HasDemonstratedProblems(Protocol):
-    """A task whose base policy is fitted to other problems than those of `train_problems` and `held_out_problems`."""
-
-    demonstrated_problems: Sequence[Problem]
-
-
-@runtime_checkable
 class DemonstratedTask(Task, Protocol):
     """A task that provides demonstrations of its solutions.
 
@@ -177,9 +170,8 @@ def _demonstrated(task: Task) -> DemonstratedTask:
 
 
 def _demonstrated_problems(task: Task) -> Sequence[Problem]:
-    if isinstance(task, HasDemonstratedProblems):
-        return task.demonstrated_problems
-    return [*task.train_problems, *task.held_out_problems]
+    """Returns the problems of the demonstrations: the optional attribute `demonstrated_problems`, or all problems."""
+    return getattr(task, "demonstrated_problems", [*task.train_problems, *task.held_out_problems])
 
 
 def _styles(base: BaseSection) -> tuple[DemonstrationStyle, DemonstrationStyle]:
@@ -198,8 +190,6 @@ def _draw(
 def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> None:
     base = config.base
     tokenizer = build_character_tokenizer(task.alphabet)
-    eos = tokenizer.convert_tokens_to_ids("<eos>")
-    assert isinstance(eos, int)
     model_config = base_shape(base, task)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     model = abstract_model(model_config)
@@ -223,6 +213,7 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
                 check_finite(metrics, f"{too_high}: step {step} on {name}")
                 show(step)
         params = state.params
+    eos = tokenizer.get_vocab()["<eos>"]
     hf.save_pretrained(folder, params, model_config, dtype="float32", eos_token_id=eos, tokenizer=tokenizer)
 
 

@@ -206,7 +206,8 @@ def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
       argument: The argument. Passwords in it are not repeated.
       parser: Parser of the command.
     """
-    name, _, value = map(_without_password, argument.partition("="))
+    # The text before an @ may be a user and password in a server address.
+    name, _, value = (re.sub(r"\S*@", "...@", part) for part in argument.partition("="))
     return f"unknown argument {name}; {_hint(name, value, parser)}."
 
 
@@ -223,11 +224,6 @@ def _hint(argument: str, value: str, parser: argparse.ArgumentParser) -> str:
         or difflib.get_close_matches(f"--{name}", flags, 1)
     )
     return f"write {' or '.join(near)}" if near else "--help lists the flags and keys"
-
-
-def _without_password(text: str) -> str:
-    """Replaces the text before an @, which may be a user and password in a server address."""
-    return re.sub(r"\S*@", "...@", text)
 
 
 def _describe_keys(values: Config, origin: str) -> str:

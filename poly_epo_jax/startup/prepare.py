@@ -27,9 +27,10 @@ from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.startup.base_policy import base_shape
 from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
+from poly_epo_jax.startup.rules import check_rules, task_rules
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.limits import memory_limit
-from poly_epo_jax.types import Interactive, Judge, Task
+from poly_epo_jax.types import Judge, Task
 
 MEMORY_TOLERANCE = 1.1
 """Maximum ratio of planned to available memory. Memory plans are within 10% of compiled programs."""
@@ -69,28 +70,17 @@ def prepare(config: Config) -> Prepared:
         check_writable(key, Path(folder))
     mesh = make_mesh(**config.mesh)
     task = make_task(config.task)
-    if config.eval.every and not task.held_out_problems:
-        raise ConfigError(f"eval.every={config.eval.every}, but the task has no held-out problems; set eval.every=0.")
-    if config.train.prompts_per_batch > len(task.train_problems):
-        raise ConfigError(
-            f"train.prompts_per_batch={config.train.prompts_per_batch} exceeds the number of training "
-            f"problems, {len(task.train_problems)}; lower it, or use more problems."
-        )
-    if isinstance(task, Interactive) and config.algo.truncated == "mask":
-        raise ConfigError(
-            "algo.truncated='mask' would leave episodes that reach sampling.max_tokens or sampling.max_turns out of "
-            "the update, so nothing would make them less likely; set algo.truncated=train."
-        )
-    if config.rollouts.in_flight and isinstance(task, Interactive):
-        raise ConfigError(
-            f"rollouts.in_flight=True is not supported with task.name={config.task.name!r}, because updates wait for "
-            "the end of episodes; set rollouts.in_flight=False."
-        )
+    check_rules(task_rules(config, task))
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
     judge = make_judge(config.judge, task)
     model_config = _configured_shape(config, task)
-    _check_lengths(config, model_config)
+    if max_sequence_tokens(config) > model_config.max_position:
+        raise ConfigError(
+            f"train.max_prompt_tokens={config.train.max_prompt_tokens} and sampling.max_tokens="
+            f"{config.sampling.max_tokens} allow sequences of {max_sequence_tokens(config)} tokens, but the model has "
+            f"only {model_config.max_position} positions; lower one of them."
+        )
     split_params(param_shapes(abstract_model(model_config)), trained_pattern(config))
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     plan, rows_that_fit = plan_of(config, model_config)
@@ -205,13 +195,3 @@ def _output_folders(config: Config) -> dict[str, str]:
     if SAMPLERS[config.rollouts.name].needs_urls and config.rollouts.weight_sync == "disk":
         folders["rollouts.weights_dir"] = config.rollouts.weights_dir
     return folders
-
-
-def _check_lengths(config: Config, model_config: ModelConfig) -> None:
-    max_tokens = max_sequence_tokens(config)
-    if max_tokens > model_config.max_position:
-        raise ConfigError(
-            f"train.max_prompt_tokens={config.train.max_prompt_tokens} and sampling.max_tokens="
-            f"{config.sampling.max_tokens} allow sequences of {max_tokens} tokens, but the model has only "
-            f"{model_config.max_position} positions; lower one of them."
-        )

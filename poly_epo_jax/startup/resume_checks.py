@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.config.checks import ConfigError
-from poly_epo_jax.config.keys import Config, changed_keys
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.judges import judge_identity
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.fingerprint import fingerprints

@@ -11,6 +11,7 @@ from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.set_rl import OBJECTIVES
 from poly_epo_jax.step.advantages import make_estimator
+from poly_epo_jax.types import Interactive, Task
 
 MAX_SETS = 10**6  # maximum number of sets per prompt
 MAX_UPDATES = 10**9  # maximum number of optimizer updates of a run, because they are counted in 32 bits
@@ -47,6 +48,29 @@ def training_rules(config: Config) -> Rules:
     """Yields the further rules for training, section by section."""
     for rules in (_sampling, _sets, _batches, _weights, _lengths, _estimator, _rollouts, _staleness):
         yield from rules(config)
+
+
+def task_rules(config: Config, task: Task) -> Rules:
+    """Yields the rules for training on a task."""
+    yield (
+        config.eval.every and not task.held_out_problems,
+        f"eval.every={config.eval.every}, but the task has no held-out problems; set eval.every=0.",
+    )
+    yield (
+        config.train.prompts_per_batch > len(task.train_problems),
+        f"train.prompts_per_batch={config.train.prompts_per_batch} exceeds the number of training problems, "
+        f"{len(task.train_problems)}; lower it, or use more problems.",
+    )
+    yield (
+        isinstance(task, Interactive) and config.algo.truncated == "mask",
+        "algo.truncated='mask' would leave episodes that reach sampling.max_tokens or sampling.max_turns out of the "
+        "update, so nothing would make them less likely; set algo.truncated=train.",
+    )
+    yield (
+        isinstance(task, Interactive) and config.rollouts.in_flight,
+        f"rollouts.in_flight=True is not supported with task.name={config.task.name!r}, because updates wait for the "
+        "end of episodes; set rollouts.in_flight=False.",
+    )
 
 
 def _sampling(config: Config) -> Rules:

@@ -14,7 +14,7 @@ from poly_epo_jax import set_rl
 from poly_epo_jax.config.keys import AlgoSection
 from poly_epo_jax.registry import Range, Registry
 from poly_epo_jax.rollouts.groups import generation_seeds
-from poly_epo_jax.types import Clustering, Generation, GradedGroup, Problem
+from poly_epo_jax.types import Clustering, GradedGroup, Problem
 
 Features = Mapping[str, jax.Array | np.ndarray]
 """Feature arrays of shape [P, N, ...] by name, for P prompts with N generations each."""
@@ -246,7 +246,7 @@ def batch_features(groups: Sequence[GradedGroup]) -> dict[str, Shaped[np.ndarray
     features = {
         "rewards": np.array([group.rewards for group in groups], np.float32),
         "lengths": np.array([[y.loss_mask.sum() for y in row] for row in generations], np.int32),
-        "mean_logprob": np.array([[_mean_logprob(y) for y in row] for row in generations], np.float32),
+        "mean_logprob": np.array([[y.logprobs[y.loss_mask].mean() for y in row] for row in generations], np.float32),
     }
     clusterings = [group.clustering for group in groups if isinstance(group.clustering, Clustering)]
     if len(clusterings) < len(groups):
@@ -261,7 +261,3 @@ def batch_features(groups: Sequence[GradedGroup]) -> dict[str, Shaped[np.ndarray
             )
         features[name] = np.stack([clustering.features[name] for clustering in clusterings])
     return features
-
-
-def _mean_logprob(generation: Generation) -> float:
-    return float(generation.logprobs[generation.loss_mask].mean())

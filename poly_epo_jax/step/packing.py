@@ -198,15 +198,14 @@ def _fill(rows: list[list[_Family]], row_tokens: int, num_rows: int) -> PackedBa
     for r, row in enumerate(rows):
         start, segment = 0, 1
         for family in row:
-            shared = family.shared
-            if shared:
-                end = start + shared
-                batch.tokens[r, start:end] = family.sequences[0].prompt_ids[:shared]
-                batch.positions[r, start:end] = np.arange(shared)
+            if family.shared:
+                end = start + family.shared
+                batch.tokens[r, start:end] = family.sequences[0].prompt_ids[: family.shared]
+                batch.positions[r, start:end] = np.arange(family.shared)
                 batch.segment_ids[r, start:end] = segment
                 start, segment = end, segment + 1
             for sequence in family.sequences:
-                start, segment = _fill_own(batch, r, start, segment, sequence, shared), segment + 1
+                start, segment = _fill_own(batch, r, start, segment, sequence, family.shared), segment + 1
     return batch
 
 

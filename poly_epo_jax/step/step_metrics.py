@@ -53,12 +53,11 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
 
 def _episode_metrics(generations: Sequence[Generation]) -> Metrics:
     """Returns the mean number of turns of the policy, and the means of the metrics of outcomes."""
-    episodes = [generation for generation in generations if generation.outcome is not None]
     values: dict[str, list[float]] = {}
-    for episode in episodes:
-        assert episode.outcome is not None
-        for name, value in ({"turns": (len(episode.turns) + 1) // 2} | dict(episode.outcome.metrics)).items():
-            values.setdefault(f"episode/{name}", []).append(float(value))
+    for generation in generations:
+        if (outcome := generation.outcome) is not None:
+            for name, value in ({"turns": (len(generation.turns) + 1) // 2} | dict(outcome.metrics)).items():
+                values.setdefault(f"episode/{name}", []).append(float(value))
     return {name: float(np.mean(of_name)) for name, of_name in sorted(values.items())}
 
 
@@ -130,11 +129,8 @@ def solved_problems(groups: Sequence[GradedGroup], positions: Mapping[str, int])
       groups: Graded groups.
       positions: Bit of each problem, by id.
     """
-    solved = 0
-    for graded in groups:
-        if graded.correct.any():
-            solved |= 1 << positions[graded.group.problem.id]
-    return solved
+    solved = {graded.group.problem.id for graded in groups if graded.correct.any()}
+    return sum(1 << positions[problem] for problem in solved)
 
 
 def logged_generations(

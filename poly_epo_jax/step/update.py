@@ -18,7 +18,7 @@ from poly_epo_jax.model.lora import trained_pattern
 from poly_epo_jax.model.partition import merge_params, split_params
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.compiler_options import compiler_options
-from poly_epo_jax.parallel.sharding import param_shardings, replicated, row_sharding
+from poly_epo_jax.parallel.sharding import abstract_arrays, param_shardings, replicated, row_sharding
 from poly_epo_jax.set_rl import policy_gradient_loss
 from poly_epo_jax.step.advantages import make_loss
 from poly_epo_jax.step.objective import DeviceMetrics, UpdateObjective, summarize
@@ -111,11 +111,9 @@ class PolicyUpdate:
           Both arrays, and statistics of the routers.
         """
         policy = nnx.merge(self._model_def, params)
-        tokens, positions, segment_ids, targets = map(
-            jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids, batch.targets)
-        )
-        hidden, statistics = policy.hidden_states(tokens, positions, segment_ids)
-        is_response = jnp.asarray(batch.weights) > 0
+        inputs = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
+        hidden, statistics = policy.hidden_states(*inputs)
+        targets, is_response = jnp.asarray(batch.targets), jnp.asarray(batch.weights) > 0
         values = token_logprobs(hidden, policy.head, targets, is_response, self.objective.temperature)
         return values, statistics
 
@@ -161,13 +159,10 @@ class PolicyUpdate:
           The programs for old log-probabilities (`logprobs`), for adding the gradient of a microbatch (`gradient`) and
           for applying the accumulated gradient (`optimizer`).
         """
-
-        def abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        state = jax.tree.map(abstract, self.abstract_state, self.shardings)
-        gradients = jax.tree.map(abstract, jax.eval_shape(self._zeros, state.trainable), self.shardings.trainable)
-        batch = jax.tree.map(lambda x: abstract(x, self._batch_sharding(x)), empty_batch(num_rows, row_tokens))
+        state = abstract_arrays(self.abstract_state, self.shardings)
+        gradients = abstract_arrays(jax.eval_shape(self._zeros, state.trainable), self.shardings.trainable)
+        padding = empty_batch(num_rows, row_tokens)
+        batch = abstract_arrays(padding, jax.tree.map(self._batch_sharding, padding))
         with jax.set_mesh(self.mesh):
             return {
                 "logprobs": self._logprobs.lower(state.params, batch),
@@ -289,13 +284,9 @@ def make_update(config: Config, model: Transformer, mesh: Mesh) -> PolicyUpdate:
       mesh: Mesh over which weights and batches are sharded.
     """
     algo = config.algo
+    corrections = algo.importance_cap, algo.max_mismatch_ratio
     objective = UpdateObjective(
-        make_loss(algo),
-        config.sampling.temperature,
-        algo.kl_coef,
-        algo.entropy_coef,
-        algo.importance_cap,
-        algo.max_mismatch_ratio,
+        make_loss(algo), config.sampling.temperature, algo.kl_coef, algo.entropy_coef, *corrections
     )
     total_updates = config.train.num_steps * updates_per_step(config.train)
     return PolicyUpdate(model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))

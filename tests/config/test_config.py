@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 
 from configs import polynomial
 from poly_epo_jax.config import default
-from poly_epo_jax.config.keys import Config, ConfigError, changed_keys
+from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.parallel.mesh import RULES, check_mesh
 from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.read_config import read_config

@@ -55,7 +55,7 @@ SERVER = """
 import http.server, mmap, os, subprocess, sys, uuid
 
 model, port = sys.argv[1:]
-deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w'); time.sleep(600)"
 if "deaf" in model:
     subprocess.Popen([sys.executable, "-c", deaf], process_group=0)
 subprocess.Popen(["bash", "-c", "sleep 600 & wait"], process_group=0)
@@ -285,7 +285,7 @@ def test_stop_while_servers_start(trial, ports, stop, code):
 
 def test_repeated_stops_while_a_process_ignores_sigterm(trial, ports):
     process = trial.start(**CPU | {"POLICY": "slow-deaf"}, **ports)
-    trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10))
+    trial.wait(process, lambda: _is_open(int(ports["PORT"]) + 10) and (trial.folder / "deaf").exists())
     interrupt(process)
     trial.wait(process, lambda: not _is_open(int(ports["PORT"]) + 10))
     interrupt(process)
@@ -551,7 +551,7 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     port = {} if not _is_open(POLICY) and not _is_open(JUDGE) else {"PORT": str(_first_port())}
     process = node.start(*flags, "--config.train.num_steps=3", **models, **port)
     node.wait(process, lambda: "Done: " in node.output(), 1200)
-    assert node.end(process, 60) == 0, node.output()
+    assert node.end(process) == 0, node.output()
     # The doctor has passed all checks before training. Collectives are skipped, because there is one device.
     assert "Doctor: 6 passed, 0 failed, 1 skipped." in node.output()
 
@@ -574,6 +574,6 @@ def test_a_folder_without_a_model(small_qwen, node, tmp_path):
     """The error message quotes the log of SGLang, and the judge server is stopped during its startup."""
     port = {"PORT": str(_first_port())}
     process = node.start(DEVICE="cpu", POLICY=str(tmp_path), JUDGE=str(small_qwen), **port)
-    assert node.end(process, 120) == 1
+    assert node.end(process) == 1
     (line,) = [line for line in node.output().splitlines() if line.startswith("Error")]
     assert f"policy-0 exited with code 1 during startup: ValueError: Unrecognized model in {tmp_path}" in line

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from fakes import PATIENCE
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 TOOLS = (
@@ -93,7 +94,7 @@ class Checkout:
     def __call__(self, extras: str = "", does: str = "true", **environment: str) -> tuple[int, str, str]:
         """Runs a script that sources setup_env.sh and prints sys.prefix, and returns exit code, stdout and stderr."""
         process = self.start(extras, does, **environment)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=PATIENCE)
         return process.returncode, output, errors
 
     def works(self, *arguments: str, **environment: str) -> None:
@@ -275,7 +276,7 @@ def test_a_missing_uv_is_fetched_with_pip(checkout: Checkout):
 def test_a_killed_installation_is_repeated(checkout: Checkout):
     killed = checkout.start("", HANGS)
     partial = checkout.folder / ".venv" / "partial"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (checkout.folder / "hanging").exists():
         assert killed.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)

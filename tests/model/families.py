@@ -93,6 +93,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_OFFSET = ("gemma3", "qwen3_5")
 """Cases whose norms multiply by 1 + weight, except for the norm of linear attention."""
 
+SEEDS = {"qwen3_moe_raw": 2}
+"""Seeds of the weights other than 0. With seed 0, rounding to bfloat16 moves several tokens to other experts, whose
+errors dominate the mean error that test_families.py compares. With seed 1, one expert has no tokens."""
+
 LENGTHS, PADDING = (37, 21, 5), 1
 """Lengths of the sequences, of which the longest one exceeds the windows and the original lengths, and the number of
 padding tokens after them in a packed row."""
@@ -133,7 +137,7 @@ def make_config(case: str) -> transformers.PretrainedConfig:
 
 def write_model(folder: Path, case: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Writes config.json and random weights, which only depend on the case and the names and shapes of the tensors."""
-    config, rng, tensors = make_config(case), np.random.default_rng(0), {}
+    config, rng, tensors = make_config(case), np.random.default_rng(SEEDS.get(case, 0)), {}
     config.architectures = [f"{FAMILIES[case][0]}ForCausalLM"]
     config.save_pretrained(folder)
     for name in sorted(shapes):

@@ -58,7 +58,7 @@ def test_a_state_is_restored_on_other_meshes(tmp_path):
     for axes in ((1, 8, 1), (1, 1, 1)):
         onto = make_update(*axes)
         checkpoints = Checkpoints(tmp_path, keep=2)
-        assert checkpoints.latest_step == 5
+        assert checkpoints.steps[-1] == 5
         restored, data_state = checkpoints.restore(5, onto.abstract_state, onto.shardings)
         checkpoints.close()
         assert_trees_equal(restored, state)
@@ -140,13 +140,13 @@ def restore_small(checkpoints, step):
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step is None
+    assert not checkpoints.steps
     for step in (3, 6, 10):
         save_small(checkpoints, step)
     checkpoints.close()
     assert steps_on_disk(tmp_path) == [6, 10]
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step == 10
+    assert checkpoints.steps[-1] == 10
     assert restore_small(checkpoints, 6) == ([6] * 4, {"step": 6})
     save_small(checkpoints, 11)
     checkpoints.close()
@@ -165,12 +165,12 @@ def test_an_incomplete_checkpoint_is_ignored(tmp_path, suffix):
     shutil.rmtree(half / "state")
 
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step == 1
+    assert checkpoints.steps[-1] == 1
     assert restore_small(checkpoints, 1) == ([1] * 4, {"step": 1})
     save_small(checkpoints, 2)
     checkpoints.close()
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest_step == 2
+    assert checkpoints.steps[-1] == 2
     assert restore_small(checkpoints, 2) == ([2] * 4, {"step": 2})
     checkpoints.close()
 
@@ -218,17 +218,20 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("key", ["data", "fingerprints", "digest"])
-def test_a_changed_record_is_detected(tmp_path, saved, key):
+@pytest.fixture(scope="module")
+def reader(saved):
+    return Checkpoints(saved)
+
+
+def test_a_changed_record_is_detected(tmp_path, saved):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    checkpoints = Checkpoints(tmp_path)
-    file = tmp_path / "3" / "data" / "metadata"
+    checkpoints, file = Checkpoints(tmp_path), tmp_path / "3" / "data" / "metadata"
     content = json.loads(file.read_text())
-    content[key] = {"data": {"step": 4}, "fingerprints": {"x": 1}, "digest": "0"}[key]
-    file.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"All checkpoints in \S+ are corrupted\. .* or delete the run"):
-        checkpoints.restore_latest(lambda step: restore_small(checkpoints, step))
-    assert steps_on_disk(tmp_path) == [3]
+    for change in ({"data": {"step": 4}}, {"fingerprints": {"x": 1}}, {"digest": "0"}):
+        file.write_text(json.dumps(content | change))
+        with pytest.raises(CheckpointError, match=r"All checkpoints in \S+ are corrupted\. .* or delete the run"):
+            checkpoints.restore_latest(lambda step: restore_small(checkpoints, step))
+        assert steps_on_disk(tmp_path) == [3]
 
 
 def test_an_invalid_record_is_corrupted(tmp_path, saved):
@@ -254,13 +257,13 @@ def test_an_invalid_record_is_corrupted(tmp_path, saved):
         (RuntimeError(f"[os_error_code='{errno.ESTALE}']"), OSError, "/3: Stale file handle"),
     ],
 )
-def test_read_errors_are_corruption_or_transient(tmp_path, monkeypatch, error, raised, message):
+def test_read_errors_are_corruption_or_transient(reader, monkeypatch, error, raised, message):
     def restore(*_, **__):
         raise error
 
     monkeypatch.setattr(ocp.CheckpointManager, "restore", restore)
     with pytest.raises(raised, match=message) as found:
-        Checkpoints(tmp_path)._read(3)
+        reader._read(3)
     assert len(str(found.value).splitlines()) == 1 and isinstance(found.value, CheckpointError | OSError)
 
 

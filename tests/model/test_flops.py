@@ -10,6 +10,7 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.presets import PRESETS, has_preset, preset_config
 from poly_epo_jax.model.transformer import abstract_model, param_shapes
+from poly_epo_jax.parallel.mesh import AXES
 
 CONFIG = ModelConfig(50, 6, 10, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 BILLIONS = {
@@ -64,7 +65,11 @@ def test_presets_have_the_published_sizes(name):
 
 def test_mixtures_count_only_active_experts():
     config = preset_config("Qwen/Qwen3-30B-A3B")
-    active = flops.total_weights(config) - flops.layer_weights(config) + flops.active_weights(config)
+    active = (
+        flops.total_weights(config)
+        - flops.weights_per_device(config, dict.fromkeys(AXES, 1), of_layers=True)
+        + flops.active_weights(config)
+    )
     assert active / 1e9 == pytest.approx(3.35, rel=0.005)
     one_token = np.array([1]), np.array([0])
     attention = 4 * config.num_layers * config.num_heads * config.head_dim

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.hf_files import write_tokenizer
 from poly_epo_jax.model.policy import open_policy
-from poly_epo_jax.model.tokenizer_files import write_tokenizer
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 
 TOKENIZER_FILES = (

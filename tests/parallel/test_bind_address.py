@@ -16,7 +16,7 @@ from pathlib import Path
 from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.parallel import hosts
 
-hosts.join(HostsSection(coordinator_address=sys.argv[1], init_timeout_seconds=60))
+hosts.join(HostsSection(coordinator_address=sys.argv[1], init_timeout_seconds=300))
 port = f"{int(sys.argv[1].rpartition(':')[2]):04X}"
 rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
 print(*(row[1].removesuffix(f":{port}") for row in rows if row[1].endswith(f":{port}") and row[3] == "0A"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from halting import SECONDS
 from reserved_ports import reserve_port
 from training_runs import Run, rows_of
 
@@ -110,7 +111,7 @@ from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.parallel import hosts
 
 coordinator, index = sys.argv[1], int(sys.argv[2])
-hosts.join(HostsSection(coordinator, 2, index, init_timeout_seconds=60))
+hosts.join(HostsSection(coordinator, 2, index, init_timeout_seconds=300))
 print = functools.partial(print, file=sys.stderr)  # The collectives write to stdout at any time.
 """
 FAILING = """
@@ -179,7 +180,7 @@ def run_two_processes(script: str, devices: int = 1, code: int = 0) -> list[list
         )
         for index in range(2)
     ]
-    outputs = [one.communicate(timeout=120)[1].splitlines() for one in processes]
+    outputs = [one.communicate(timeout=SECONDS)[1].splitlines() for one in processes]
     assert [one.returncode for one in processes] == [code, code]
     return [[line for line in lines if not XLA_WARNING.match(line)] for lines in outputs]
 

@@ -135,5 +135,5 @@ run_command(config_parser(None), arguments, lambda config, flags: print("done", 
 @pytest.mark.slow
 def test_ctrl_c_at_exit_does_not_print_a_traceback():
     command = [sys.executable, "-c", CTRL_C_AT_THE_END]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -12,7 +12,8 @@ import pytest
 from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge
 
 from configs import polaris
-from poly_epo_jax.config.keys import changed_keys, updates_per_step
+from poly_epo_jax.config.keys import updates_per_step
+from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.rollouts.grading import grade_groups, usable_groups
 from poly_epo_jax.startup.read_config import make_judge, read_config
 from poly_epo_jax.step.advantages import batch_features, make_advantages, make_estimator

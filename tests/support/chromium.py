@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SECONDS = 60.0
+SECONDS = 300.0
 _FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",

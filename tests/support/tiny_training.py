@@ -21,13 +21,13 @@ from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.rollouts.prompts import ProblemOrder
 from poly_epo_jax.set_rl import Loss
-from poly_epo_jax.step.advantages import AdvantageFunction, make_advantages, make_estimator, make_loss
+from poly_epo_jax.step.advantages import AdvantageFunction, make_advantages, make_loss
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.truncation import Truncation
 from poly_epo_jax.step.update import PolicyUpdate
-from poly_epo_jax.train import Trainer, TrainProgress, TrainSchedule, train
+from poly_epo_jax.train import Trainer, TrainProgress, train
 from poly_epo_jax.types import Judge, Metrics, Params, Problem, Sampling, Task
 
 
@@ -39,6 +39,7 @@ def tiny_config(**changes: Any) -> Config:
             "train.prompts_per_batch": 3,
             "judge.max_failed_fraction": 1.0,
             "checkpoint.every": 1,
+            "log.generations_every": 1,
             "eval.every": 2,
             "optimizer.learning_rate": 1e-2,
             "optimizer.schedule": "constant",
@@ -102,14 +103,13 @@ def train_tiny(
         set_size=algo.set_size,
         positions={problem.id: position for position, problem in enumerate(PROBLEMS)},
     )
-    schedule = TrainSchedule(num_steps, config.eval.every, config.checkpoint.every, log_generations=1)
 
     def evaluate() -> Awaitable[Metrics]:
         return evaluate_held_out(rollouts, task, judge, task.held_out_problems, 2, Sampling(2), stop)
 
     with Tracker(run_dir, "{}", num_steps, progress.step or -1) as tracker:
         was_evaluated = is_evaluated(run_dir, progress.step)
-        asyncio.run(train(trainer, evaluate, checkpoints, tracker, schedule, was_evaluated))
+        asyncio.run(train(trainer, evaluate, checkpoints, tracker, config, was_evaluated))
     return first, saved(run_dir, num_steps)
 
 
@@ -130,9 +130,7 @@ def tiny_experience(
         ProblemOrder(problems, config.train.prompts_per_batch, seed=0),
         advantages or make_advantages(config.algo, seed=0),
         lambda step: Sampling(2, seed=step),
-        config.train,
-        config.judge,
-        make_estimator(config.algo).reads_judge,
+        config,
         Timeline(),
     )
 

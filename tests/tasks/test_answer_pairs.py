@@ -131,10 +131,10 @@ def test_visible_text():
     "text", [" ", "\\,", "1 ", "a", "1a", "\\text{", "5\\text{ cm}", "jan ", "1/", "\\dot1", "^", "{"]
 )
 def test_rules_take_linear_time(text: str):
-    start = time.process_time()
+    start = time.thread_time()
     long = ("6" + text * 2_000)[:2_000]
     comparable(normalize_latex(long), normalize_latex(long + "1"))
-    assert time.process_time() - start < 1, "quadratic time would be minutes"
+    assert time.thread_time() - start < 1, "quadratic time would be minutes"
 
 
 def test_identical_answers_are_equal_without_algebra(monkeypatch: pytest.MonkeyPatch):

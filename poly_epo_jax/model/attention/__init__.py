@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from poly_epo_jax.model.attention.blockwise import blockwise_attention
 from poly_epo_jax.model.attention.segments import Segments, make_segments
-from poly_epo_jax.parallel.sharding import ROWS, platform
+from poly_epo_jax.parallel.sharding import ROWS, on_each_device, platform
 
 
 # Kernels are imported when they are first used, because importing Pallas takes time.
@@ -79,11 +79,9 @@ def packed_attention(
     attend = IMPLEMENTATIONS[resolve_implementation(implementation, has_window)]
     segments = make_segments(segment_ids, max_segment_tokens, positions)
     segments = segments.within(window, positions) if has_window else segments
-    if not jax.sharding.get_abstract_mesh().empty:
-        # The compiler cannot shard a kernel or its loops. Each device runs them on its local rows and heads.
-        heads, rows = PartitionSpec(ROWS, None, "tensor", None), PartitionSpec(ROWS, None)
-        attend = jax.shard_map(attend, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False)
-    return attend(q, k, v, segments)
+    # The compiler cannot shard a kernel or its loops. Each device runs them on its local rows and heads.
+    heads, rows = PartitionSpec(ROWS, None, "tensor", None), PartitionSpec(ROWS, None)
+    return on_each_device(attend, (heads, heads, heads, rows), heads)(q, k, v, segments)
 
 
 def cached_attention(

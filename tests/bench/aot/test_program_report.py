@@ -16,6 +16,7 @@ from poly_epo_jax.bench.aot.table import show_programs
 from poly_epo_jax.memory_plan.plan import make_plan
 from poly_epo_jax.model import flops
 from poly_epo_jax.parallel.devices import Machine
+from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.prepare import model_shape
 from poly_epo_jax.startup.read_config import read_config
@@ -59,8 +60,9 @@ def test_results_of_every_program(read):
         assert [array for array in found if array.startswith("f32")] == logits
     forward, gradient = (report.programs[name]["product_tflop"] * 1e12 for name in ("logprobs", "gradient"))
     tokens = 2 * 40  # Tokens of one device.
-    assert forward > 2 * flops.layer_weights(model_config) * tokens
-    assert gradient > 3 * 2 * flops.layer_weights(model_config) * tokens
+    weights = flops.weights_per_device(model_config, dict.fromkeys(AXES, 1), of_layers=True)
+    assert forward > 2 * weights * tokens
+    assert gradient > 3 * 2 * weights * tokens
     gathered = [one for one in report.programs["gradient"]["collectives"] if one["kind"] == "all-gather"]
     assert gathered and sum(one["waited_seconds"] for one in gathered) > 0
 
