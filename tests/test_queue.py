@@ -183,9 +183,21 @@ class Outdated(Delayed):
             await super().push_weights(params, version)
 
 
+class Continued(Delayed):
+    """A server that began the responses to every third problem three steps before, and continued them in flight."""
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        async for completion in super().sample(requests, sampling):
+            versions = completion.weight_versions.copy()
+            if int(requests[completion.request].problem_id) % 3 == 0:
+                versions[0] = max(0, versions[0] - 3)
+            yield dataclasses.replace(completion, weight_versions=versions)
+
+
+@pytest.mark.parametrize("sampler", [Outdated, Continued])
 @pytest.mark.parametrize("changes", [{}, REFILL], ids=["plain", "refill"])
-def test_outdated_groups_are_counted_but_not_trained_on(changes: dict[str, Any]):
-    found = queue_batches(2, 24, Outdated(), **changes)
+def test_outdated_groups_are_counted_but_not_trained_on(sampler: type[Delayed], changes: dict[str, Any]):
+    found = queue_batches(2, 24, sampler(), **changes)
     for step, batch in enumerate(found, start=1):
         too_old = [one for one in batch.graded if step - 1 - one.group.generations[0].weight_versions.min() > 2]
         assert batch.counts["data/too_old"] == len(too_old) == len(batch.graded) - len(batch.usable)

@@ -176,6 +176,17 @@ def test_equal_answers_with_different_rewards_are_different_votes(tmp_path: Path
     assert (metrics["majority_accuracy@4"]["mean"], metrics["majority_vote_share@4"]["mean"]) == (0.5, 0.5)
 
 
+def test_answers_that_a_task_considers_equal_are_different_votes_if_only_one_is_correct(tmp_path: Path):
+    task = VotedLetters()  # b and c are equal answers
+    sampler = Scripted(lambda request, index: "bcbc"[index], LETTERS + "1:")
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8)
+    benchmark = Benchmark("letters", task, [Problem("p", "1:", "c")])
+    open_folder(tmp_path, {})
+    asyncio.run(draw_generations(tmp_path, rollouts, benchmark, NoJudge(), 4, Sampling(2), lambda count: None))
+    rows = [(row["answer_text"], row["correct"], row["answer"]) for row in read_generations(tmp_path)]
+    assert rows == [("b", False, 0), ("c", True, 1)] * 2
+
+
 def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
     """Writes generations.jsonl from tuples (problem, letter, cluster)."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import Config, ConfigError, LoraSection
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.section import read_section
-from poly_epo_jax.memory_plan.gradient import LAYER_ARRAYS, layer_values
+from poly_epo_jax.memory_plan.gradient import LAYER_ARRAYS, gradient_bytes, layer_values
 from poly_epo_jax.memory_plan.plan import Plan, choose_remat, machine_of, make_plan, max_rows, plan_of
 from poly_epo_jax.memory_plan.tables import print_plan, print_plans
 from poly_epo_jax.model.config import ModelConfig
@@ -105,6 +105,15 @@ LARGE = [
     *(Case("Qwen3-0.6B", (1, 1, 1), 4096, remat, dtype="float32", is_linear=True) for remat in ("full", "dots")),
 ]
 LATER_JAX = jax.__version_info__ > (0, 10, 2)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_devices_gather_the_tokens_of_the_other_shards_of_the_experts(num_shards: int):
+    case = Case("Qwen3-30B-A3B", (1, 1, 1, num_shards), 4096, "full")
+    config, shape, machine = case.config(), case.shape(), Machine("v5p", case.sizes())
+    activations = gradient_bytes(config, shape, machine, rows=1)["layer activations"]
+    inputs_and_gradients = 2 * (num_shards - 1) * shape.hidden_size
+    assert activations == 4096 * 2 * (layer_values(shape, machine, "layer") + inputs_and_gradients)
 
 
 @pytest.mark.slow

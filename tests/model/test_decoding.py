@@ -52,6 +52,14 @@ def assert_matches_packed_forward(config, params, tokens, logits, atol):
         np.testing.assert_allclose(logits[row, length - 1 :], expected[length - 1 :], atol=atol, rtol=0)
 
 
+def test_decoding_after_linear_attention_and_a_window_matches_the_packed_forward_pass():
+    """The window of three tokens is shorter than two prompts, and padding follows two prompts."""
+    config = dataclasses.replace(FAMILIES["qwen3_5"], num_layers=2, linear_layers=(True, False), windows=(0, 3))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (len(LENGTHS), TOTAL))
+    params = random_params(config)
+    assert_matches_packed_forward(config, params, tokens, decoded(config, params, tokens, TOTAL), atol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_length", [TOTAL, TOTAL + 7])
 @pytest.mark.parametrize("name", FAMILIES)

@@ -285,6 +285,7 @@ def test_bounds_depend_on_the_number_of_generations(tmp_path: Path):
         (cut,), bounds = report_generations.bound([collection], max_bytes)
         assert bounds == expected
         assert len(json.dumps(cut).encode()) <= max_bytes and len(cut["problems"]) == expected.problems
+        assert all(len(problem["generations"]) == expected.generations for problem in cut["problems"])
     (nothing,), _ = report_generations.bound([collection], 500)
     assert nothing["problems"] == []
 

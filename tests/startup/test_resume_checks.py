@@ -83,6 +83,10 @@ def test_digests_of_problems_identify_text_answer_id_and_order():
     assert digests(problems[::-1])["training problems"] != before["training problems"]
     assert digests(problems[::-1])["held-out problems"] == before["held-out problems"]
     digests([Problem("a", "\ud800", "1")])  # problems are validated elsewhere
+    tools = [({"name": name},) for name in ("search", "run")]
+    prompted = [Problem("a", "1+1", "2", chat=True, tools=one) for one in ((), *tools)]
+    encoded = [digests([problem])["training problems"] for problem in (problems[0], *prompted)]
+    assert len(set(encoded)) == 4  # the prompt of each of these problems has other tokens
 
 
 def test_the_digest_of_reference_weights_changes_with_one_weight_and_not_with_the_mesh(policy_folder: Path):

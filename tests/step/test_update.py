@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import TINY_MODEL, on_mesh, optimizer_config, random_sequences, state_at, tiny_params
+from fakes import TINY, TINY_MODEL, on_mesh, optimizer_config, random_sequences, state_at, tiny_params
 from flax import nnx
 
+from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import cispo_loss, ppo_clip_loss
 from poly_epo_jax.step.objective import UPDATE_METRICS, UpdateObjective, check_finite
@@ -240,6 +241,17 @@ def test_metrics_are_means_over_response_tokens():
     assert metrics["policy/loss"] == pytest.approx((first["loss"].sum() + second["loss"].sum()) / 2, abs=1e-6)
     largest = max(first["mismatch/mean"].max(), second["mismatch/mean"].max())
     assert metrics["mismatch/max"] == pytest.approx(largest, rel=1e-5)
+
+
+def test_the_expert_load_of_a_microbatch_is_weighted_by_its_tokens():
+    """Every token passes through all experts, so the load of each microbatch is 1."""
+    config = dataclasses.replace(TINY, num_experts=2, experts_per_token=2)
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    update = PolicyUpdate(model, MESH, UpdateObjective(ppo_clip_loss), optimizer_config(), total_updates=1)
+    batches = [ZeroAdvantageBatch(*batch) for batch in pack(SEQUENCES, 40, rows_per_microbatch=4)]
+    _, sums = update.gradient(state_at(tiny_params(model=model)), batches)
+    loads, tokens = ([float(one[name]) for one in sums] for name in ("expert_load", "tokens"))
+    assert len(set(tokens)) > 1 and loads == pytest.approx(tokens, rel=1e-6)
 
 
 def returning(**metrics):

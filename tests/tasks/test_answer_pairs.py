@@ -110,6 +110,7 @@ def test_only_known_units_after_numbers_are_removed(text: str, number: str, unit
 def test_one_letter_is_a_unit_only_where_the_gold_answer_has_a_unit():
     assert without_units("7 s", one_letter=True) == ("7", {"s"})
     assert comparable(r"7\text{ s}", "7 s") == ("7", "7")
+    assert comparable(r"7\text{ s}", "7 m") is comparable(r"7\text{ cm}", "7 m") is None
     assert comparable("7", "7 s") == ("7", "7 s")
 
 

@@ -164,6 +164,7 @@ def test_formulas_are_extracted_in_order():
     [
         ("(x=1, y=11)", (1, 11), 1.0),
         ("Not (0, 8). Take x = -1, y = 5.", (-1, 5), 1.0),
+        ("(x=\N{MINUS SIGN}1, y=5)", (-1, 5), 1.0),
         ("x = 1/2 and y = 35/4", (Fraction(1, 2), Fraction(35, 4)), 1.0),
         ("$(0.5, 8.75)$", (Fraction(1, 2), Fraction(35, 4)), 1.0),
         ("(x=1, y=11) or (x=1, y=12)", (1, 12), 0.0),
