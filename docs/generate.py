@@ -220,8 +220,8 @@ def metrics() -> str:
         "require attention.",
         "The row of a step in metrics.jsonl contains its metrics, and timing.jsonl contains times, memory, "
         "`checkpoints/corrupted` and `attention/disabled_kernels`. TensorBoard and Weights & Biases use the same "
-        "names. A metric whose subject does not exist is missing: without a judge, for example, there are no cluster "
-        "metrics. `PREFIX/*` stands for several names, such as `seconds/generate`.",
+        "names. A metric whose subject does not exist is missing: without a judge, for example, cluster "
+        "metrics are missing. `PREFIX/*` stands for several names, such as `seconds/generate`.",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}
     rows: list[tuple[str, ...]] = []
