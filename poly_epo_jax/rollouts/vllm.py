@@ -250,7 +250,9 @@ def parse_response(answer: Any, request: Request) -> ServerCompletion:
         raise InvalidResponseError(f"the response contains {len(choices)} completions for one seed")
     choice = choices[0]
     reason, spans = field(choice, "finish_reason", str), field(choice, "weight_versions", list)
-    weights = [WeightSpan(field(one, "start", int), field(one, "end", int), field(one, "version", str)) for one in spans]
+    weights = [
+        WeightSpan(field(one, "start", int), field(one, "end", int), field(one, "version", str)) for one in spans
+    ]
     if reason == "abort":  # The response contains the tokens generated so far, which are discarded.
         return ServerCompletion(np.zeros(0, np.int64), np.zeros(0), None, weights)
     if (prompt := field(answer, "usage.prompt_tokens", int)) != len(request.prompt_ids):
