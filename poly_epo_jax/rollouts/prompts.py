@@ -123,6 +123,11 @@ def render_chat(
 ) -> str:
     """Returns the text of a chat whose next message is that of the policy.
 
+    Args:
+      tokenizer: Tokenizer with a chat template.
+      messages: Messages in order, with the keys `role` and `content`.
+      tools: Definitions of tools as JSON schemas, see `Problem.tools`.
+
     Raises:
       ValueError: If the template raises an error.
     """

@@ -249,7 +249,10 @@ def parse_response(answer: Any, request: Request) -> ServerCompletion:
     if len(choices) != 1:
         raise InvalidResponseError(f"the response contains {len(choices)} completions for one seed")
     choice = choices[0]
-    reason, weights = field(choice, "finish_reason", str), _weights(choice)
+    reason, spans = field(choice, "finish_reason", str), field(choice, "weight_versions", list)
+    weights = [
+        WeightSpan(field(one, "start", int), field(one, "end", int), field(one, "version", str)) for one in spans
+    ]
     if reason == "abort":  # The response contains the tokens generated so far, which are discarded.
         return ServerCompletion(np.zeros(0, np.int64), np.zeros(0), None, weights)
     if (prompt := field(answer, "usage.prompt_tokens", int)) != len(request.prompt_ids):
@@ -261,11 +264,6 @@ def parse_response(answer: Any, request: Request) -> ServerCompletion:
     details = answer["usage"].get("prompt_tokens_details")  # None without --enable-prompt-tokens-details.
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return ServerCompletion(ids, np.array(logprobs), finish_reason, weights, cached)
-
-
-def _weights(choice: Any) -> list[WeightSpan]:
-    spans = field(choice, "weight_versions", list)
-    return [WeightSpan(field(one, "start", int), field(one, "end", int), field(one, "version", str)) for one in spans]
 
 
 def _tokens(choice: Any) -> tuple[list[int], list[float]]:

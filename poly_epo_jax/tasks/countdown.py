@@ -212,7 +212,13 @@ def reachable(numbers: tuple[int, ...]) -> Mapping[int, frozenset[str]]:
 
 @functools.cache
 def expressions(numbers: tuple[int, ...], target: int, operators: str) -> Sequence[str]:
-    """Returns all expressions of the numbers with these operators that reach the target, without steps by 1."""
+    """Returns all expressions of the numbers with these operators that reach the target, without steps by 1.
+
+    Args:
+      numbers: Numbers from 1 to 9, in ascending order.
+      target: Total of the expression, which is evaluated from left to right.
+      operators: Operators between the numbers, in order, such as `*-/`.
+    """
     texts = []
     for order in sorted(set(itertools.permutations(numbers))):
         text = str(order[0]) + "".join(f"{op}{number}" for op, number in zip(operators, order[1:], strict=True))

@@ -238,7 +238,13 @@ class Dialect(Protocol):
         ...
 
     async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:
-        """Sets the weight version that the server reports."""
+        """Sets the weight version that the server reports.
+
+        Args:
+          client: Client for the HTTP request.
+          url: URL of the server.
+          version: Name of the weights, whose values do not change.
+        """
         ...
 
     async def sleep(self, client: httpx.AsyncClient, url: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from poly_epo_jax.rollouts.servers.dialect import ServerCompletion
-from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights, changed_fraction
+from poly_epo_jax.rollouts.servers.weight_reference import PushedWeights
 
 MIN_CHANGED = 1e-3
 """Minimum fraction of changed entries at which the log-probabilities of the probe must change. Fewer changes may vanish
@@ -127,7 +127,7 @@ def change_flaw(pushed: PushedWeights, evidence: Evidence, before: Verified | No
     has_changed = not is_same(before.evidence.answer, evidence.answer)
     if before.pushed is pushed:  # The server has restarted, or failed during a batch.
         return "its log-probabilities differ from its earlier ones with the same weights" if has_changed else ""
-    if not has_changed and changed_fraction(before.pushed, pushed) >= MIN_CHANGED:
+    if not has_changed and (before.pushed.entries != pushed.entries).any(axis=1).mean() >= MIN_CHANGED:
         return f"its log-probabilities are those of weights {before.name}"
     return "" if has_changed else None
 

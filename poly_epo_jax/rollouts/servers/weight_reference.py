@@ -154,11 +154,6 @@ def compared_tensors(names: Sequence[str], num_layers: int) -> dict[str, list[st
     return chosen
 
 
-def changed_fraction(before: PushedWeights, after: PushedWeights) -> float:
-    """Returns the fraction of the sampled entries that differ between two pushes of the same model."""
-    return float((before.entries != after.entries).any(axis=1).mean())
-
-
 def _server_name(name: str) -> str:
     if ".experts." in name:
         stack = "w2_weight" if ".down_proj." in name else "w13_weight"
