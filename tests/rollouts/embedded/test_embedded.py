@@ -246,9 +246,19 @@ def test_later_calls_do_not_compile_again():
 
 
 @pytest.mark.slow
-def test_groups_are_yielded_early_without_blocking_the_event_loop():
+def test_groups_are_yielded_early_without_blocking_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    """Before each call of the device, the event loop runs for several iterations, and yields complete groups."""
     rollouts = make_rollouts(max_concurrent=4)
     generate(rollouts, PROBLEMS, 4)  # Compiles the programs.
+    advance, ticked = Slots.advance, threading.Event()
+
+    def advance_after_ticks(slots: Slots):
+        for _ in range(20):
+            ticked.clear()
+            assert ticked.wait(PATIENCE)
+        return advance(slots)
+
+    monkeypatch.setattr(Slots, "advance", advance_after_ticks)
 
     async def watch() -> tuple[list[int], int]:
         ticks, seen = 0, []
@@ -258,6 +268,7 @@ def test_groups_are_yielded_early_without_blocking_the_event_loop():
             while True:
                 await asyncio.sleep(0)
                 ticks += 1
+                ticked.set()
 
         ticking = asyncio.create_task(tick())
         async for _ in rollouts.generate(PROBLEMS, 4, Sampling(MAX_TOKENS)):
