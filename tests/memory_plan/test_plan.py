@@ -116,9 +116,8 @@ def test_devices_gather_the_tokens_of_the_other_shards_of_the_experts(num_shards
     assert activations == 4096 * 2 * (layer_values(shape, machine, "layer") + inputs_and_gradients)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("case", [SMALL, *LARGE], ids=str)
+@pytest.mark.parametrize("case", [SMALL, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str)
 def test_plan_matches_compiled_programs(case: Case):
     config, shape = case.config(), case.shape()
     machine = Machine("cpu", case.sizes())

@@ -83,7 +83,6 @@ SLOW = [pytest.param(axes, marks=pytest.mark.slow) for axes in ((8, 1, 1), (1, 8
 ON_MESHES = pytest.mark.parametrize("axes", [(2, 2, 2), *SLOW], ids="{0[0]}x{0[1]}x{0[2]}".format)
 
 
-@pytest.mark.slow
 @ON_MESHES
 def test_gradients_match_one_device(axes):
     gradient, sums, *_ = train_step(*axes)

@@ -132,7 +132,6 @@ def of_response(values, rows):
     return {name: np.asarray(value)[rows.is_response] for name, value in values.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, REGULARIZED], ids=["plain", "regularized"])
 def test_the_gradient_equals_that_of_separate_sequences(options):
     update, rows = make_update(**options), alone(SEQUENCES)
@@ -154,7 +153,6 @@ def test_the_gradient_equals_that_of_separate_sequences(options):
     assert sum(int(metrics["clip_fraction"]) for metrics in sums) == int(clipped.sum())
 
 
-@pytest.mark.slow
 def test_the_gradient_of_the_first_minibatch_is_the_policy_gradient():
     """At ratio 1, it is the gradient of weight * advantage * log-probability. No old log-probabilities are computed."""
     update, rows = make_update(), alone(SEQUENCES)
@@ -175,7 +173,6 @@ def test_the_ratio_of_the_first_minibatch_is_exactly_one():
     assert (metrics["policy/ratio"], metrics["policy/clip_fraction"], metrics["policy/kl"]) == (1.0, 0.0, 0.0)
 
 
-@pytest.mark.slow
 def test_results_do_not_depend_on_packing():
     update = make_update(**REGULARIZED)
     gradients, metrics = [], []
@@ -195,7 +192,6 @@ def test_results_do_not_depend_on_packing():
         assert found == pytest.approx(metrics[0][1], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero_fraction", [1.0, 0.3], ids=["all", "some"])
 def test_shared_prompts_and_zero_advantage_batches_do_not_change_results(zero_fraction):
     """Weights after an update and metrics equal those of separate rows with all gradients computed."""
@@ -222,7 +218,6 @@ def test_shared_prompts_and_zero_advantage_batches_do_not_change_results(zero_fr
     assert_trees_close(*states, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_metrics_are_means_over_response_tokens():
     """A step has two minibatches. Ratios of the second are relative to the policy before the update of the first."""
     update = make_update(**REGULARIZED)
@@ -282,7 +277,6 @@ def test_losses_with_invalid_results_are_rejected(loss, words):
         update.lower(num_rows=2, row_tokens=40)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", [ppo_clip_loss, cispo_loss])
 @pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "later"])
 def test_mismatch_corrections_are_independent_of_clipping(loss, on_policy):
@@ -338,7 +332,6 @@ def test_mismatch_corrections_are_independent_of_clipping(loss, on_policy):
     assert metrics["mismatch/mean"] == pytest.approx(difference.mean(), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_fully_masked_minibatch_has_zero_gradients_and_finite_metrics():
     update = make_update(max_mismatch_ratio=1.1)
     unlikely = [dataclasses.replace(s, sampler_logprobs=s.sampler_logprobs - 20) for s in SEQUENCES]
@@ -419,7 +412,6 @@ def test_an_update_without_minibatches_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, after.params, NOW)
 
 
-@pytest.mark.slow
 def test_a_run_compiles_each_program_once():
     """Steps differ in the number of microbatches, in lengths and in being on policy, but not in shapes."""
     update = make_update(entropy_coef=0.02)
@@ -432,7 +424,6 @@ def test_a_run_compiles_each_program_once():
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
-@pytest.mark.slow
 def test_an_update_without_prompts_only_advances_the_learning_rate():
     """The learning rate is 0 after the second update, including if the second update is skipped."""
     config = optimizer_config(learning_rate=0.02, schedule="linear", end_lr_fraction=0.0)
@@ -449,7 +440,6 @@ def test_an_update_without_prompts_only_advances_the_learning_rate():
     assert_trees_close(after.params, before.params, atol=0)
 
 
-@pytest.mark.slow
 def test_moments_are_float32_except_a_configured_first_moment():
     def dtypes(**changes):
         config = optimizer_config(**changes)
@@ -472,7 +462,6 @@ def moments_of(state):
     return next(part for part in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(part))
 
 
-@pytest.mark.slow
 def test_only_trainable_weights_change():
     """Trains the attention weights. Their gradient equals that of full training, and other weights do not change."""
     pattern = r"layers\.(q|k|v|o)"

@@ -41,7 +41,9 @@ def _hidden_modules(extra: str, *also: str) -> frozenset[str]:
     """Returns the top-level modules of installed packages that the user does not have."""
     installed = _installed()
     wanted = [*requirements(extra), *map(Requirement, also)]
-    hidden = installed.keys() - {"pip", canonicalize_name(PROJECT["name"])} - _closure(wanted, installed)
+    # setuptools contains a copy of wheel, which would be hidden too. uv installs wheel for Python 3.11.
+    kept = {"pip", "wheel", canonicalize_name(PROJECT["name"])}
+    hidden = installed.keys() - kept - _closure(wanted, installed)
     owners = importlib.metadata.packages_distributions()
     return frozenset(module for module, names in owners.items() if hidden.issuperset(map(canonicalize_name, names)))
 
