@@ -192,6 +192,7 @@ def test_results_do_not_depend_on_packing():
         assert found == pytest.approx(metrics[0][1], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_fraction", [1.0, 0.3], ids=["all", "some"])
 def test_shared_prompts_and_zero_advantage_batches_do_not_change_results(zero_fraction):
     """Weights after an update and metrics equal those of separate rows with all gradients computed."""
@@ -277,6 +278,7 @@ def test_losses_with_invalid_results_are_rejected(loss, words):
         update.lower(num_rows=2, row_tokens=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [ppo_clip_loss, cispo_loss])
 @pytest.mark.parametrize("on_policy", [True, False], ids=["on policy", "later"])
 def test_mismatch_corrections_are_independent_of_clipping(loss, on_policy):
@@ -412,6 +414,7 @@ def test_an_update_without_minibatches_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, after.params, NOW)
 
 
+@pytest.mark.slow
 def test_a_run_compiles_each_program_once():
     """Steps differ in the number of microbatches, in lengths and in being on policy, but not in shapes."""
     update = make_update(entropy_coef=0.02)
@@ -440,6 +443,7 @@ def test_an_update_without_prompts_only_advances_the_learning_rate():
     assert_trees_close(after.params, before.params, atol=0)
 
 
+@pytest.mark.slow
 def test_moments_are_float32_except_a_configured_first_moment():
     def dtypes(**changes):
         config = optimizer_config(**changes)

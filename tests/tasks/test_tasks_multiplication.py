@@ -72,7 +72,7 @@ def test_default_problems_are_all_720_products():
     assert max(len(p.prompt) for p in problems) == len("7*23:") == 5
 
 
-@pytest.mark.parametrize("answer", [(7, 23), (6, 12), (9, 99), (14, 23), (12, 96)])
+@pytest.mark.parametrize("answer", [(7, 23), (9, 99), (12, 96)])
 def test_all_strategies_with_small_parts_are_graded(answer):
     """Correct calculations are rewarded exactly if the parts yield the operand and are not trivial."""
     a, b = answer
