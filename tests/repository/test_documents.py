@@ -279,9 +279,9 @@ def from_documents() -> dict[str, str]:
 
 
 def program_of(command: str) -> str:
-    """Returns the command of the package or, for other commands, the first word and the folder or name of the second."""
+    """Returns the command of the package or, for others, the first words up to a slash: `python benchmarks`."""
     package = re.search(r"(?:python -m poly_epo_jax\.|poly-epo )(\w+)", command)
-    return package[1] if package else re.split("/", " ".join(command.split()[:2]))[0]
+    return package[1] if package else " ".join(command.split()[:2]).partition("/")[0]
 
 
 COMMANDS = from_documents()
