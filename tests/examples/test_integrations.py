@@ -46,6 +46,7 @@ def test_all_files_are_covered():
     assert FILES.keys() == covered
 
 
+@pytest.mark.slow
 def test_verl(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     registered: dict[str, Any] = {}

@@ -39,6 +39,7 @@ else:
 from make_references import load_transformer, logits_and_gradients, tensor_shapes, transformer_logits
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow  # requires torch; test_references.py compares with stored results
 
 PROMPT = 4
 MAX_TOKENS = 70
@@ -84,7 +85,6 @@ def assert_close(found: Any, expected: Any, relative: float) -> None:
         np.testing.assert_allclose(x, y, atol=relative * np.abs(y).max(), rtol=0)
 
 
-@pytest.mark.slow
 def test_logits_and_gradients_of_packed_rows(case):
     expected, gradients = logits_and_gradients(case.transformer)
     found = np.split(np.asarray(logits_of(case.config, case.params, packed_row()))[0], np.cumsum(LENGTHS))
@@ -123,13 +123,11 @@ def assert_decoded(found: np.ndarray, expected: Sequence[Any], atol: float) -> N
         np.testing.assert_allclose(ours[: len(theirs) - PROMPT + 1], theirs[PROMPT - 1 :], atol=atol, rtol=0)
 
 
-@pytest.mark.slow
 def test_logits_of_cached_decoding(case):
     with torch.no_grad():
         assert_decoded(decoded_logits(case.config, case.params), transformer_logits(case.transformer), atol=1e-4)
 
 
-@pytest.mark.slow
 def test_bfloat16_is_as_accurate_as_transformers(case):
     """The mean error of the logits is at most twice the error of transformers with bfloat16 weights."""
     with torch.no_grad():
@@ -141,7 +139,6 @@ def test_bfloat16_is_as_accurate_as_transformers(case):
     assert 0 < np.abs(ours - exact).mean() <= 2 * np.abs(rounded - exact).mean()
 
 
-@pytest.mark.slow
 def test_exported_folders(case, tmp_path):
     save_pretrained(tmp_path / "ours", case.params, case.config, dtype="float32")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
@@ -152,7 +149,6 @@ def test_exported_folders(case, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "ours", case.config), case.params)
 
 
-@pytest.mark.slow
 def test_the_folder_of_qwen3_5_contains_a_vision_model(tmp_path):
     """The language model is read. Whether its head is tied is a setting of the complete model."""
     text = make_config("qwen3_5")
@@ -174,7 +170,6 @@ def mesh_of(case: Case, num_devices: int) -> Mesh:
     return make_mesh(1, 2, 2, 2) if case.config.num_experts else make_mesh(2, 2, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_results_do_not_depend_on_the_mesh(case):
     mesh = mesh_of(case, 8)
@@ -228,7 +223,6 @@ def generate_greedily(case: Case, mesh: Mesh, limits: Sequence[int], num_slots: 
     return [one.token_ids.tolist() for one in sorted(finished, key=lambda one: one.job)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "limits", "num_slots"),
     [
@@ -243,7 +237,6 @@ def test_greedy_generations_match_transformers(case, greedy_tokens, num_devices,
     assert found == [tokens for tokens in expected for _ in range(2)]
 
 
-@pytest.mark.slow
 def test_three_steps_of_training(case, tmp_path, caches, monkeypatch):
     """The sampler and the trainer compute the same log-probabilities in every step."""
     tokenizer = build_character_tokenizer(string.digits + string.punctuation + string.ascii_lowercase + " \n")

@@ -147,6 +147,7 @@ def test_objectives_of_rewards_reject_non_finite_values():
             objective(np.array([[1, 2], [np.inf, 0]]))
 
 
+@pytest.mark.slow
 def test_torch_tensors():
     torch = pytest.importorskip("torch")
     expected = set_rl.polychromic_advantages(FEATURES["rewards"], CLUSTERS, 3)

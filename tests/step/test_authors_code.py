@@ -25,6 +25,7 @@ else:
     )
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow  # requires torch
 
 P, N, T = 3, 8, 12
 SETS = torch.tensor(list(itertools.combinations(range(N), 4)))

@@ -44,6 +44,8 @@ except ConfigError as missing:
         raise
     pytest.skip(str(missing), allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # requires JetStream
+
 STOP_IDS = (1, 14, 26)
 MAX_PROMPT, MAX_TOKENS = 10, 12
 SIZE = EngineSize(slots=3, samples_per_slot=4, max_prompt_tokens=MAX_PROMPT, max_tokens=MAX_TOKENS)
@@ -107,7 +109,6 @@ def assert_same_groups(found, expected):
             assert (y.text, y.finish_reason) == (z.text, z.finish_reason)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_generations", "sampling"),
     [
@@ -127,7 +128,6 @@ def test_generations_match_the_embedded_sampler(rollouts, embedded, num_generati
     assert isinstance(rollouts.sampler, Sampler)
 
 
-@pytest.mark.slow
 def test_later_turns_match_the_embedded_sampler(rollouts, embedded):
     """The prompts of later turns are longer than max_prompt_tokens."""
 
@@ -143,7 +143,6 @@ def test_later_turns_match_the_embedded_sampler(rollouts, embedded):
     assert max(len(group.prompt_ids) + int((~y.loss_mask).argmax()) + 2 for group, y in generations) > MAX_PROMPT
 
 
-@pytest.mark.slow
 def test_log_probabilities_match_the_trainer(rollouts):
     trainer, sampler = trainer_logprobs(0, generate(rollouts, temperature=0.7), 0.7)
     assert len(trainer) > 200 and trainer.std() > 0.5
@@ -155,7 +154,6 @@ def test_a_group_does_not_depend_on_other_groups(rollouts):
     assert_same_groups([generate(rollouts, [problem])[0] for problem in PROBLEMS], together)
 
 
-@pytest.mark.slow
 def test_greedy_generations_match_one_device(make_rollouts, rollouts):
     mesh = make_mesh(2, 2, 2)
     sharded = make_rollouts(mesh=mesh)
@@ -168,7 +166,6 @@ def test_greedy_generations_match_one_device(make_rollouts, rollouts):
     )
 
 
-@pytest.mark.slow
 def test_weight_pushes_wait_for_generations_in_progress(make_rollouts, embedded):
     """Weights are pushed by the consumer of the generations between two groups."""
     rollouts, params = make_rollouts(), on_mesh(tiny_params(1), MESH)
@@ -189,7 +186,6 @@ def test_weight_pushes_wait_for_generations_in_progress(make_rollouts, embedded)
     np.testing.assert_allclose(sampler, trainer, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_calls_and_updates_run_one_after_another(make_rollouts, embedded):
     rollouts, params = make_rollouts(), on_mesh(tiny_params(), MESH)
 
@@ -210,7 +206,6 @@ def test_calls_and_updates_run_one_after_another(make_rollouts, embedded):
         assert token_ids == {g.problem.id: [y.token_ids.tolist() for y in g.generations] for g in expected}
 
 
-@pytest.mark.slow
 def test_cancelled_generations_leave_no_state(make_rollouts, embedded):
     size = EngineSize(slots=2, samples_per_slot=4, max_prompt_tokens=MAX_PROMPT, max_tokens=2000)
     rollouts = make_rollouts(size)
@@ -319,7 +314,6 @@ def test_the_error_without_google_jetstream_contains_the_command_to_install_it(m
         jetstream._check_version()
 
 
-@pytest.mark.slow
 def test_the_grpc_server_of_jetstream_answers_a_client(embedded):
     import grpc  # pyright: ignore[reportMissingImports]
 
@@ -357,7 +351,6 @@ def test_the_grpc_server_of_jetstream_answers_a_client(embedded):
         assert found == {5}
 
 
-@pytest.mark.slow
 def test_training_raises_the_reward(tmp_path, caches):
     settings = {
         "workdir": tmp_path / "run",
