@@ -6,22 +6,21 @@ Each rule of `VETOES` rejects answers that math-verify would accept. `comparable
 import re
 from collections.abc import Callable
 
-from poly_epo_jax.tasks.answers import SPACE
+from poly_epo_jax.tasks.answer_names import SPACES, with_names
+from poly_epo_jax.tasks.normalization import BLANK, SPACE
 
-SPACES = SPACE + "{0,9}"
 APPROXIMATION = re.compile(r"\\(?:(?:thick)?approx(?:eq)?|simeq)(?![a-zA-Z])")
 BASE = re.compile(r"(?<=\d)\s*_\s*(\w|\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})", re.ASCII)
-TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal)?|mathrm|mbox)(?=\s*\{)")
-DOLLARS = re.compile(r"\\\$\s*(\d[\d.,]*)", re.ASCII)
 
-DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d|\.\.|\\l?dots)", re.ASCII)
+DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d)", re.ASCII)
 # Without a multiplication sign, SymPy would parse adjacent numbers as a mixed number: 2(3) as 5.
 FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)", re.ASCII)
-NUMBER_AS_TEXT = re.compile(r"\\(?:text|mbox)\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
+EXTRA_BLANKS = re.compile(rf"(?<!\d){BLANK}+|{BLANK}+(?!\d)")
+NUMBER_AS_TEXT = re.compile(r"\\text\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
 AMBIGUOUS = re.compile(
-    rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?(?:{SPACE}|\\q?quad)+[\d.]"  # two adjacent numbers
+    rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{BLANK}+[\d.]"  # two adjacent numbers
     r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # numbers in braces, or invisible content
-    r"|\\(?:text|mbox)\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # text that contains a number and is not a unit; per mille
+    r"|\d'+\s*\d|\\text\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # text that contains a number and is not a unit; per mille
     re.ASCII,
 )
 
@@ -35,19 +34,20 @@ DATE = re.compile(
 CLOCK = re.compile(rf"{SPACES}\d{{1,2}}:\d{{2}}(?::\d{{2}})?{SPACES}", re.ASCII)
 NOT_TEXT = re.compile(rf"\\text|{SPACE}|[{{}}.,$]")
 
+PERCENT = re.compile(r"\\%")
 UNIT_NAMES = (
     "mm millimeter millimetre|cm centimeter centimetre|dm decimeter|m meter metre|km kilometer kilometre"
     "|in inch inches|ft foot feet|yd yard|mi mile|mg milligram|g gram gm|kg kilogram|t ton tonne|lb pound|oz ounce"
     "|ms millisecond|s sec second|min minute|h hr hour|day|week|month|yr year|decade|century centuries"
-    "|L l liter litre|mL ml milliliter|gal gallon|quart|pint|cup|acre|ha hectare|cc|mph|kmh kph kmph"
+    "|L l liter litre|mL ml milliliter|gal gallon|quart|pint|cup|tablespoon|teaspoon|acre|ha hectare|cc|mph|kmh kph kmph"
     "|N newton|J joule|kJ|W watt|kW|V volt|A amp ampere|K kelvin|C celsius|F fahrenheit|Pa|Hz hertz|mol mole|eV|ohm"
     "|KB|MB megabyte|GB|rad radian|deg degree|arcsec|erg|dyn dyne"
-    "|dollar|cent|penny pennies|dime|nickel|quarter|euro|rupee|yuan|point|unit|square|cubic|sq|cu|per|th|st|nd|rd"
+    "|dollar USD|cent|euro EUR|GBP|yen|penny pennies|dime|nickel|quarter|rupee|yuan|point|unit|square|cubic|sq|cu|per|th|st|nd|rd"
     "|way|person people|man men|woman women|child children|student|boy|girl|player|team|number|digit|integer|term"
     "|solution|root|triangle|rectangle|side|edge|vertex vertices|face|coin|ball|marble|card|book|page|apple|orange"
     "|ticket|tile|block|cube|egg|car|game|step|move|time|pair|set|subset|arrangement|combination|permutation"
     "|possibility possibilities|outcome|path|word|letter|handshake|song|cookie|candy candies|flower|tree|animal|dog"
-    "|cat|fish|bird|sheep|cow|chicken|house|room|chair|piece|gift|pen|pencil|box boxes|bag|bottle|meal|pie|toy"
+    "|cat|fish|bird|sheep|cow|chicken|house|room|chair|piece|gift|pen|pencil|box boxes|bag|cupcake|cub|customer|squirrel|bottle|meal|pie|toy"
 )
 UNITS = {word: words.split()[0] for words in UNIT_NAMES.split("|") for word in words.split()}
 """Units and counted things, by their abbreviations and names in the singular."""
@@ -57,7 +57,7 @@ UNIT_AS_TEXT = re.compile(f"(?:{BEFORE_UNIT}){UNIT}", re.ASCII)
 UNIT_AS_LETTERS = re.compile(
     rf"(?:{BEFORE_UNIT})([a-zA-Z]+(?:[ /][a-zA-Z]+)*(?:\s*\^\s*\{{?\d\}}?)?){SPACES}$", re.ASCII
 )
-POWER_IN_WORDS = re.compile(r"(?<![a-z])(?:square|sq|(cubic|cu)) *([a-zA-Z]+)")
+POWER_IN_WORDS = re.compile(r"(?<![a-z])(?:square|sq|(cubic|cu))(?![a-z])\.? *([a-zA-Z]+)")
 
 
 def canonical_unit(text: str) -> str | None:
@@ -69,7 +69,8 @@ def canonical_unit(text: str) -> str | None:
     if not words or None in named.values():
         return None
     plain = re.sub("[a-zA-Z]+", lambda match: named[match[0]] or "", plain)
-    return re.sub(r"\s*(?:/|per)\s*", "/", plain).replace(" ^", "^").replace("^ ", "^").strip()
+    plain = re.sub(r"\s*(?:/|per)\s*", "/", plain).replace(" ^", "^").replace("^ ", "^").strip()
+    return plain.removeprefix("deg ")
 
 
 def _unit(word: str) -> str | None:
@@ -95,7 +96,7 @@ def without_units(text: str, one_letter: bool = False) -> tuple[str, set[str]]:
         found.update([unit] if unit else [])
         return match[0] if unit is None else " "
 
-    text = UNIT_AS_TEXT.sub(remove, DOLLARS.sub(r"\1\\text{dollar}", TEXT.sub(r"\\text", text)))
+    text = UNIT_AS_TEXT.sub(remove, text)
     letters = UNIT_AS_LETTERS.search(text)
     if letters and (one_letter or re.match("[a-zA-Z]{2}", letters[1])):
         text = UNIT_AS_LETTERS.sub(remove, text)
@@ -103,9 +104,11 @@ def without_units(text: str, one_letter: bool = False) -> tuple[str, set[str]]:
 
 
 def another_unit(gold: str, answer: str) -> bool:
-    """Returns True if both answers have units, and these differ."""
-    units = without_units(gold)[1]
-    return bool(units) and without_units(answer, one_letter=True)[1] not in (set(), units)
+    """Returns True if both answers have units or percent signs, and these differ."""
+    units, others = (set(PERCENT.findall(side)) for side in (gold, answer))
+    units |= without_units(gold)[1]
+    others |= without_units(answer, one_letter=True)[1]
+    return bool(units) and others not in (set(), units)
 
 
 def bases(text: str) -> list[str]:
@@ -131,7 +134,7 @@ def another_date(gold: str, answer: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return NOT_TEXT.sub("", TEXT.sub(r"\\text", text)).lower()
+    return NOT_TEXT.sub("", text).lower()
 
 
 def is_ambiguous(gold: str, answer: str) -> bool:
@@ -177,7 +180,12 @@ def comparable(gold: str, answer: str) -> tuple[str, str] | None:
     Returns:
       The gold answer and the answer, or None if a rule of `VETOES` rejects the answer.
     """
+    gold, answer = with_names(gold, answer)
     if any(rejects(gold, answer) for _, rejects in VETOES.values()):
         return None
-    number, other = _numbers(gold, answer)
-    return _exact(number), _exact(other)
+    number, other = (_exact(side) for side in _numbers(gold, answer))
+    return (number, number if _without_blanks(number) == _without_blanks(other) else other)
+
+
+def _without_blanks(text: str) -> str:
+    return EXTRA_BLANKS.sub("", text)

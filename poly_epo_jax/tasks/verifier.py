@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from poly_epo_jax.system.limits import cpu_limit
 from poly_epo_jax.tasks.answer_rules import comparable
-from poly_epo_jax.tasks.answers import normalize_latex
+from poly_epo_jax.tasks.normalization import normalize_latex
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120.0

@@ -35,11 +35,9 @@ from sympy.functions.elementary.trigonometric import TrigonometricFunction
 # Units are removed by `answer_rules`: math-verify would remove variables and any text after a number.
 LATEX = LatexExtractionConfig()
 LATEX = dataclasses.replace(LATEX, normalization_config=dataclasses.replace(LATEX.normalization_config, units=False))
-PERCENT = re.compile(r"\\text\s*\{\s*(?:percent|pct)\s*\}|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])|\\?%")
+PERCENT = re.compile(r"\\%")
 OR, AND = (
-    re.compile(
-        rf",?\s*(?:\\text\s*\{{\s*(?:{word})\s*\}}|(?<![a-zA-Z\\])(?:{word})(?![a-zA-Z])|\\(?:{signs})(?![a-zA-Z]))"
-    )
+    re.compile(rf",?\s*(?:(?<![a-zA-Z\\])(?:{word})(?![a-zA-Z])|\\(?:{signs})(?![a-zA-Z]))")
     for word, signs in (("or", "lor|vee"), ("and", "land|wedge"))
 )
 NAMES = (Symbol, AppliedUndef, TrigonometricFunction, Derivative)

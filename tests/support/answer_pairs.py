@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).parents[1] / "tasks" / "answer_pairs.txt"
-CODE_POINT = re.compile(r"<U\+([0-9A-F]{4})>")
+CODE_POINT = re.compile(r"<U\+([0-9A-F]{4,5})>")
 LINE = re.compile(r"(.+?) (==|!=) (.+)")
 
 

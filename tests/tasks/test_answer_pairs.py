@@ -13,7 +13,8 @@ from sympy import Expr
 from poly_epo_jax.judges.answer import first_equal_index
 from poly_epo_jax.tasks import answer_rules, verify_worker
 from poly_epo_jax.tasks.answer_rules import canonical_unit, comparable, without_units
-from poly_epo_jax.tasks.answers import normalize_latex, visible
+from poly_epo_jax.tasks.answers import visible
+from poly_epo_jax.tasks.normalization import normalize_latex
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 
 DOCUMENT = Path(__file__).parents[2] / "docs/reference/grading.md"

@@ -16,7 +16,8 @@ from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.tasks.answer_rules import comparable
-from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, normalize_latex
+from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed
+from poly_epo_jax.tasks.normalization import normalize_latex
 from poly_epo_jax.tasks.problems import Dropped, load_problems
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.tasks.verify_worker import readings
