@@ -10,7 +10,7 @@ from poly_epo_jax.tasks.normalization import SPACE
 SPACES = SPACE + "{0,9}"
 SEPARATORS = re.compile(r"([,;:=]|\\[{}]|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z]))")
 ELEMENT = re.compile(
-    rf"({SPACES}(?:\\left\s*)?[(\[]?)((?:\\text\s{{0,9}}\{{|[a-zA-Z}}.'?!-]|{SPACE})+?)"
+    rf"({SPACES}(?:\\left\s*)?[(\[]?)((?:\\text\s{{0,9}}\{{|[a-zA-Z}}.']|(?<=[a-zA-Z}}])-(?=[a-zA-Z\\])|{SPACE})+?)"
     rf"({SPACES}(?:\\right\s*)?[)\]]?{SPACES})"
 )
 SHORT_WORDS = frozenset(
@@ -57,4 +57,9 @@ def _is_name(part: str, is_equation: bool) -> bool:
 
 def _named(part: str, names: set[str]) -> str:
     letters, match = _letters(part), ELEMENT.fullmatch(part)
-    return rf"{match[1]}\text{{{letters}}}{match[3]}" if match and letters and letters in names else part
+    if match is None or SEPARATORS.fullmatch(part):
+        return part
+    if letters in names:
+        return rf"{match[1]}\text{{{letters}}}{match[3]}"
+    # In another order, the parser could read a "d" as a differential.
+    return match[1] + " ".join(sorted(letters)) + match[3] if match[2].isalpha() else part

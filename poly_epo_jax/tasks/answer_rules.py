@@ -16,6 +16,7 @@ DECIMAL = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d*)\.(\d+)(?!\d)", re.ASCI
 # Without a multiplication sign, SymPy would parse adjacent numbers as a mixed number: 2(3) as 5.
 FACTORS = re.compile(r"((?<![\w^_.\\}])\d+|\))\s*(?=\(|\\left\s*\()|\)\s*(?=\d)", re.ASCII)
 EXTRA_BLANKS = re.compile(rf"(?<!\d){BLANK}+|{BLANK}+(?!\d)")
+BRACED_INDEX = re.compile(r"([\^_])\{([^{}\\]|\\[a-zA-Z]+)\}")
 NUMBER_AS_TEXT = re.compile(r"\\text\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
 AMBIGUOUS = re.compile(
     rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{BLANK}+[\d.]"  # two adjacent numbers
@@ -188,4 +189,4 @@ def comparable(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _without_blanks(text: str) -> str:
-    return EXTRA_BLANKS.sub("", text)
+    return BRACED_INDEX.sub(r"\1\2", EXTRA_BLANKS.sub("", text))

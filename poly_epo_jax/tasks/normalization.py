@@ -125,7 +125,9 @@ SPELLINGS = tuple(
         # Fonts. A font group of at least two letters is a word and becomes `\text`. Others remain mathematics.
         (r"\\(?:mathbb|Bbb)\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))|\\([NQRZC])(?![a-zA-Z])", r"\\mathbb{\1\2\3}"),
         (r"\\(?:text(?:rm|bf|it|sf|tt|sc|sl|up|md|normal)|mathrm|[mh]box|emph)(?![a-zA-Z])", r"\\text"),
+        (r"\{\s*\\rm(?![a-zA-Z])\s*(?=[a-zA-Z\s]+\})", r"\\text{"),
         (rf"{FONT}\s*(?=\{{[a-zA-Z\s]{{2,}}\}})", r"\\text"),
+        (rf"(?:{FONT}\s*\{{|\{{\s*\\(?:bf|it|sf|tt)(?![a-zA-Z]))\s*([a-zA-Z]|\\[a-zA-Z]+)\s*\}}", r" \1 "),
         (rf"{FONT}|\\(?:bf|it|rm|sf|tt)(?![a-zA-Z])", " "),
         (r"^\s*\{([^{}\\]*)\}\s*$", r"\1"),
         (r"\\text\s+([a-zA-Z])(?![a-zA-Z])", r"\\text{\1}"),

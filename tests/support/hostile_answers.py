@@ -49,7 +49,7 @@ HOSTILE = {
     "quotation marks": '\\"' * 500,
     "emoji": "🧮" * 500,
     "right to left": "\u202e5",
-    "mathematical digit": "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT FIVE}",
+    "mathematical digit": "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT FOUR}",
     # Code and commands:
     "Python": "__import__('os').system('touch /tmp/owned')",
     "evaluated": "eval('5')",

@@ -90,7 +90,7 @@ def test_the_table_of_rules_is_documented():
     ("text", "number", "units"),
     [
         (r"5\text{ cm}", "5", {"cm"}),
-        (r"5 \mathrm{m} / \mathrm{s}^{2}", "5", {"m/s^2"}),
+        (r"5 \text{m} / \text{s}^{2}", "5", {"m/s^2"}),
         (r"10\text{ square feet}", "10", {"ft^2"}),
         (r"3\text{ cm}, 4\text{ cm}", "3 , 4", {"cm"}),
         ("5 apples", "5", {"apple"}),
