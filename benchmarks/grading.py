@@ -1,8 +1,9 @@
 """Compares the grader with math-verify: python benchmarks/grading.py [FOLDER]
 
-Prints the numbers of wrong decisions, in both directions, on each kind of the battery in tests/tasks/answer_pairs.txt.
-With a folder that contains math500.jsonl, deepscaler_40k.jsonl and minerva_math.jsonl, also prints them for rewritten
-reference answers of each dataset (tests/support/rewritten_answers.py), of which math-verify receives the same text.
+Prints the numbers of wrong decisions, in both directions, on each kind of the battery in tests/tasks/answer_pairs.txt,
+and of drawn pairs (tests/support/drawn_answers.py) of the half that was not used to develop the grader. With a folder
+that contains math500.jsonl, deepscaler_40k.jsonl and minerva_math.jsonl, also prints them for rewritten reference
+answers of each dataset (tests/support/rewritten_answers.py). math-verify receives the same text.
 """
 
 import collections
@@ -19,6 +20,7 @@ from poly_epo_jax.tasks.verifier import Outcome, Verifier
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from answer_pairs import Pair, battery
+from drawn_answers import drawn_pairs
 from rewritten_answers import OTHER, SAME, is_plain, pairs
 
 DATASETS = ("math500", "deepscaler_40k", "minerva_math")
@@ -77,6 +79,8 @@ def main() -> None:
     verifier = Verifier(1)
     graders = (lambda gold, answer: verifier.compare(gold, answer) is Outcome.RIGHT, PlainMathVerify())
     print_table(battery(), graders)
+    print()
+    print_table(list(drawn_pairs(PAIRS_PER_DIRECTION, random.Random(0), held_out=True)), graders)
     if len(sys.argv) > 1:
         print()
         print_table([pair for name in DATASETS for pair in rewritten(Path(sys.argv[1], f"{name}.jsonl"))], graders)

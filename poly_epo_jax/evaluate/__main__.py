@@ -68,6 +68,7 @@ from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
+from poly_epo_jax.tasks.verifier import GradedInWorkers
 from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Params, Sampling
 
 
@@ -120,6 +121,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
     for name in flags.benchmarks:
         benchmark = open_benchmark(name, config.task)
         digests = {"problems": problems_digest(benchmark.problems)}
+        digests |= {"grader": benchmark.task.grader_version} if isinstance(benchmark.task, GradedInWorkers) else {}
         if isinstance(benchmark.task, Cleaned) and (reasons := reasons_text(benchmark.task.dropped["train"])):
             print(f"{benchmark.label}: {len(benchmark.problems)} problems; dropped: {reasons}.")
         benchmark.problems = benchmark.problems[: flags.max_problems or None]

@@ -137,7 +137,8 @@ def about_evaluation(
       weights: Description of the weights, see `Model.weights` in evaluate/__main__.py.
       num_generations: Number of generations per problem.
       judged: Whether the generations are clustered. Ignored if the configured judge does not provide clusters.
-      digests: Digests of the model (`Model.digests`), the problems and the judge (`judge_identity`).
+      digests: Digests of the model (`Model.digests`), the problems and the judge (`judge_identity`), and the version of
+        the grader (`GradedInWorkers.grader_version`).
 
     Returns:
       The content of about.json.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from poly_epo_jax.tasks.answer_names import SPACES, with_names
-from poly_epo_jax.tasks.normalization import BLANK, SPACE
+from poly_epo_jax.tasks.normalization import BLANK, CURRENCIES, SPACE
 
 APPROXIMATION = re.compile(r"\\(?:(?:thick)?approx(?:eq)?|simeq)(?![a-zA-Z])")
 BASE = re.compile(r"(?<=\d)\s*_\s*(\w|\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\})", re.ASCII)
@@ -40,17 +40,19 @@ UNIT_NAMES = (
     "mm millimeter millimetre|cm centimeter centimetre|dm decimeter|m meter metre|km kilometer kilometre"
     "|in inch inches|ft foot feet|yd yard|mi mile|mg milligram|g gram gm|kg kilogram|t ton tonne|lb pound|oz ounce"
     "|ms millisecond|s sec second|min minute|h hr hour|day|week|month|yr year|decade|century centuries"
-    "|L l liter litre|mL ml milliliter|gal gallon|quart|pint|cup|tablespoon|teaspoon|acre|ha hectare|cc|mph|kmh kph kmph"
-    "|N newton|J joule|kJ|W watt|kW|V volt|A amp ampere|K kelvin|C celsius|F fahrenheit|Pa|Hz hertz|mol mole|eV|ohm"
-    "|KB|MB megabyte|GB|rad radian|deg degree|arcsec|erg|dyn dyne"
-    "|dollar USD|cent|euro EUR|GBP|yen|penny pennies|dime|nickel|quarter|rupee|yuan|point|unit|square|cubic|sq|cu|per|th|st|nd|rd"
-    "|way|person people|man men|woman women|child children|student|boy|girl|player|team|number|digit|integer|term"
-    "|solution|root|triangle|rectangle|side|edge|vertex vertices|face|coin|ball|marble|card|book|page|apple|orange"
-    "|ticket|tile|block|cube|egg|car|game|step|move|time|pair|set|subset|arrangement|combination|permutation"
+    "|L l liter litre|mL ml milliliter|gal gallon|quart|pint|cup|tablespoon|teaspoon|acre|ha hectare|cc|mph"
+    "|kmh kph kmph|N newton|J joule|kJ|W watt|kW|V volt|A amp ampere|K kelvin|C celsius|F fahrenheit|Pa|Hz hertz"
+    "|mol mole|eV|ohm|KB|MB megabyte|GB|rad radian|deg degree|arcsec|erg|dyn dyne|dollar USD|cent|euro EUR"
+    "|penny pennies|dime|nickel|quarter|rupee|yuan|point|unit|square|cubic|sq|cu|per|th|st|nd|rd|way|person people"
+    "|man men|woman women|child children|student|boy|girl|player|team|number|digit|integer|term|solution|root"
+    "|triangle|rectangle|side|edge|vertex vertices|face|coin|ball|marble|card|book|page|apple|orange|ticket|tile"
+    "|block|cube|egg|car|game|step|move|time|pair|set|subset|arrangement|combination|permutation"
     "|possibility possibilities|outcome|path|word|letter|handshake|song|cookie|candy candies|flower|tree|animal|dog"
-    "|cat|fish|bird|sheep|cow|chicken|house|room|chair|piece|gift|pen|pencil|box boxes|bag|cupcake|cub|customer|squirrel|bottle|meal|pie|toy"
+    "|cat|fish|bird|sheep|cow|chicken|house|room|chair|piece|gift|pen|pencil|box boxes|bag|bottle|meal|pie|toy"
+    "|cupcake|cub|cuboid|cucumber|curtain|cushion|curve|currant|customer|squad|squid|squirrel"
 )
 UNITS = {word: words.split()[0] for words in UNIT_NAMES.split("|") for word in words.split()}
+UNITS |= {name: UNITS.get(name, name) for name in CURRENCIES.values()}
 """Units and counted things, by their abbreviations and names in the singular."""
 BEFORE_UNIT = rf"(?<=[\d)}}]){SPACES}|(?<=\\circ){SPACES}|(?<=\\pi){SPACES}"
 UNIT = rf"(?:{SPACES}/?{SPACES}\\text\s*\{{[^{{}}\d]*\}}(?:\s*\^\s*\{{?-?\d\}}?)?)+"
@@ -58,12 +60,12 @@ UNIT_AS_TEXT = re.compile(f"(?:{BEFORE_UNIT}){UNIT}", re.ASCII)
 UNIT_AS_LETTERS = re.compile(
     rf"(?:{BEFORE_UNIT})([a-zA-Z]+(?:[ /][a-zA-Z]+)*(?:\s*\^\s*\{{?\d\}}?)?){SPACES}$", re.ASCII
 )
-POWER_IN_WORDS = re.compile(r"(?<![a-z])(?:square|sq|(cubic|cu))(?![a-z])\.? *([a-zA-Z]+)")
+POWER_IN_WORDS = re.compile(r"(?<![a-z])(?:square|sq|(cubic|cu))(?![a-z]) *([a-zA-Z]+)")
 
 
 def canonical_unit(text: str) -> str | None:
     r"""Returns a unit such as `\text{ square feet}` in a canonical form such as `ft^2`, or None if it is unknown."""
-    plain = re.sub(rf"\\text|{SPACE}+|[{{}}]", " ", text).strip()
+    plain = re.sub(rf"\\text|{SPACE}+|[{{}}.]", " ", text).strip()
     plain = POWER_IN_WORDS.sub(lambda match: f"{match[2]}^{3 if match[1] else 2}", plain)
     words = re.findall("[a-zA-Z]+", plain)
     named = {word: _unit(word) for word in words}
@@ -109,6 +111,8 @@ def another_unit(gold: str, answer: str) -> bool:
     units, others = (set(PERCENT.findall(side)) for side in (gold, answer))
     units |= without_units(gold)[1]
     others |= without_units(answer, one_letter=True)[1]
+    if not units and others == {"deg"} and r"\pi" in gold:
+        units = {"rad"}
     return bool(units) and others not in (set(), units)
 
 

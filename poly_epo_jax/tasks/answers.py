@@ -54,9 +54,10 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
     """Extracts the reference answer from the value of a dataset's answer column.
 
     Args:
-      value: Text or a finite number. A list of one value, or a dict with the key `ground_truth`, is replaced by this
-        value. The same applies to JSON text of a dict or of a list of strings. Other text in brackets, such as `[3]`,
-        is an answer.
+      value: Text or a finite number. A floating-point number is rounded to 15 digits if this removes more than three,
+        so that 0.30000000000000004 becomes 0.3. A list of one value, or a dict with the key `ground_truth`, is
+        replaced by this value. The same applies to JSON text of a dict or of a list of strings. Other text in brackets,
+        such as `[3]`, is an answer.
       marker: Text before the answer in a worked solution. The answer is the text after its last occurrence. If empty,
         the entire text is the answer.
 
@@ -75,8 +76,12 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
             text = value.rpartition(marker)[2].strip() if marker in value else ""
         case None:
             text = ""
+        case float():
+            # A calculation such as 0.1 + 0.2 has an error in the last of up to 17 digits.
+            exact, rounded = repr(value), f"{value:.15g}"
+            text = rounded if len(rounded) + 3 < len(exact) else exact
         case _:
-            text = "" if value != value else str(value)
+            text = str(value)
     word = visible(text).strip().lower()
     if word in ("", "notfound", "nan", "null"):
         return "", "no_answer"

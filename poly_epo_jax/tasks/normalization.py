@@ -14,7 +14,10 @@ CHARACTERS = str.maketrans(
         **dict.fromkeys("\u2044\u2215", "/"),
         **dict.fromkeys("≤⩽≦", r"\leq "),
         **dict.fromkeys("≥⩾≧", r"\geq "),
-        **{letter: rf"\mathbb{{{unicodedata.normalize('NFKC', letter)}}}" for letter in "ℂℕℚℝℤ"},
+        **{
+            letter: rf"\mathbb{{{unicodedata.normalize('NFKC', letter)}}}"
+            for letter in "\u2102\u2115\u211a\u211d\u2124"
+        },
         "~": " ",
         "\N{DOUBLE PRIME}": "''",
         "℃": r"\degree C",
@@ -45,17 +48,22 @@ A space replaces `~`, the non-breaking space of LaTeX. Unicode's compatibility f
 """
 RAISED = re.compile(
     r"(?P<frac>[¼-¾⅐-⅞]|[⁰¹²³⁴-⁹]+\u2044[₀-₉]+)|(?P<up>[⁰ⁱ⁴-ⁿ¹²³]+)|(?P<down>[₀-ₜ]+)|√\s*(?P<sqrt>\d+|[a-z](?![a-z]))"
+    r"|√\s*\((?P<root>[^()]*)\)"
 )
-LATEX_OF_RAISED = {"frac": r"\frac{%s}", "up": "^{%s}", "down": "_{%s}", "sqrt": r"\sqrt{%s}"}
+LATEX_OF_RAISED = {"frac": r"\frac{%s}", "up": "^{%s}", "down": "_{%s}", "sqrt": r"\sqrt{%s}", "root": r"\sqrt{%s}"}
 """LaTeX of the characters of each group of `RAISED`, whose form affects their meaning."""
 
-CURRENCIES = {r"\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "¢": "cent"}
+CURRENCIES = {
+    **{r"\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "¢": "cent", "₩": "won", "₽": "ruble"},
+    **{"₪": "shekel", "₫": "dong", "₱": "peso", "₺": "lira", "฿": "baht", "₦": "naira", "₴": "hryvnia"},
+}
 COMMANDS_OF_CURRENCIES = {"euro": "€", "pounds": "£", "yen": "¥", "cent": "¢", "textdollar": r"\$"}
 
 SPACE = r"(?:\s|\\[ ,;:!>])"
 BLANK = rf"(?:{SPACE}|\\q?quad(?![a-zA-Z])|\\hspace\*?\{{[^{{}}]*\}})"
 FONT = r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf|tt|normal|cal|scr|frak))(?![a-zA-Z])"
-CURRENCY = r"(\\\$|[€£¥₹¢])"
+CURRENCY = f"({'|'.join(map(re.escape, CURRENCIES))})"
+AMOUNT = r"\\frac\{\d+\}\{\d+\}|\d[\d.,]*"
 BOUND = r"((?:[^][,;\\]|\\(?!c[au]p|setminus|[{}]))+)"
 REPEATED = r"\\dot\s*(?:(\d)|\{(\d)\})"
 NOT_IN_WORD = r"(?<![a-zA-Z\\])%s(?![a-zA-Z])"
@@ -64,9 +72,8 @@ NOT_IN_WORD = r"(?<![a-zA-Z\\])%s(?![a-zA-Z])"
 def _split_text(match: re.Match[str]) -> str:
     r"""Moves commas and conjunctions out of `\text{}`, where they separate answers as they do elsewhere."""
     parts = re.split(r"([,;]|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z]))", match[1])
-    return " ".join(
-        part if index % 2 else rf"\text{{{part}}}" for index, part in enumerate(parts) if index % 2 or part.strip()
-    )
+    parts[::2] = (rf"\text{{{part}}}" if part.strip() else "" for part in parts[::2])
+    return f" {' '.join(parts)} " if len(parts) > 1 else match[0]
 
 
 def _primed(match: re.Match[str]) -> str:
@@ -119,12 +126,19 @@ SPELLINGS = tuple(
         (r"\\rbrack(?![a-zA-Z])", "]"),
         (r"\\[lr]vert(?![a-zA-Z])", "|"),
         (r"(?:\\\\|\\cr(?![a-zA-Z]))\s*\*?(?:\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\])?", r"\\\\ "),
-        (r"\\\\\s*(?=\\end)", ""),
+        (r"\\hline(?![a-zA-Z])|\\\\\s*(?=\\end)", ""),
+        (r"(?<![a-zA-Z\\])d\s*(?=\\end)", "{d}"),
+        (r"(\\begin\{array\})\s*\{[clr|\s]*\}", r"\1{c}"),
         (r"\\(begin|end)\{([pbB]?)smallmatrix\}", r"\\\1{\2matrix}"),
         (r"^\s*[\"'`]+(.*?)[\"']+\s*$", r"\1"),
         # Fonts. A font group of at least two letters is a word and becomes `\text`. Others remain mathematics.
         (r"\\(?:mathbb|Bbb)\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))|\\([NQRZC])(?![a-zA-Z])", r"\\mathbb{\1\2\3}"),
         (r"\\(?:text(?:rm|bf|it|sf|tt|sc|sl|up|md|normal)|mathrm|[mh]box|emph)(?![a-zA-Z])", r"\\text"),
+        (
+            r"\\(?:text|operatorname\*?)\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|csc)h?|log|ln|exp|lcm|gcd|det)\s*\}",
+            r"\\\1 ",
+        ),
+        (r"\\operatorname\*?\s*(?=\{[a-zA-Z\s]{4,}\})", r"\\text"),
         (r"\{\s*\\rm(?![a-zA-Z])\s*(?=[a-zA-Z\s]+\})", r"\\text{"),
         (rf"{FONT}\s*(?=\{{[a-zA-Z\s]{{2,}}\}})", r"\\text"),
         (rf"(?:{FONT}\s*\{{|\{{\s*\\(?:bf|it|sf|tt)(?![a-zA-Z]))\s*([a-zA-Z]|\\[a-zA-Z]+)\s*\}}", r" \1 "),
@@ -135,7 +149,7 @@ SPELLINGS = tuple(
         # math-verify only recognizes the imaginary unit between word boundaries.
         (r"\\text\s*\{\s*i\s*\}|(?<=\d)i(?![a-zA-Z])", " i "),
         (r"\\wide(?=hat|tilde)", r"\\"),
-        (r"(\\(?:hat|bar|vec|tilde|d?dot|overline))\s+([a-zA-Z])(?![a-zA-Z])", r"\1{\2}"),
+        (r"(\\(?:hat|bar|vec|tilde|d?dot|overline))(?:\s+([a-zA-Z])(?![a-zA-Z])|\s*(\\[a-z]+)(?!\s*\{))", r"\1{\2\3}"),
         # Words, units and currencies.
         (r"(?<=[a-zA-Z]{3})'(?=[a-zA-Z])", ""),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
@@ -145,8 +159,12 @@ SPELLINGS = tuple(
         (r"\\text\s*\{([^{}]*?)\s*\^\s*\{?(-?\d)\}?\s*\}", r"\\text{\1}^\2"),
         (r"\\text\s*\{([^{}\d\\]*)\}", _split_text),
         # Angles. Degrees are a unit, except in the argument of a function.
-        (r"\^?\s*\\(?:text)?degrees?(?![a-zA-Z])|\^\s*\{\s*\\(?:circ|degree)\s*\}|(?<=\d)\s*\\circ(?![a-zA-Z])", r"^\\circ "),
-        (r"(?<=\d)\s*\^\s*(?:o(?![a-zA-Z])|\{\s*o\s*\})", r"^\\circ "),
+        (
+            r"\^?\s*\\(?:text)?degrees?(?![a-zA-Z])|\^\s*\{\s*\\(?:circ|degree)\s*\}",
+            r"^\\circ ",
+        ),
+        (r"(?<=\d)\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"(?<=\d)\s*\^\s*(?:o(?![a-zA-Z])|\{\s*o\s*\}|\{?\s*\\text\s*\{\s*o\s*\}(?:\s*\})?)", r"^\\circ "),
         (
             r"(\\(?:sin|cos|tan|cot|sec|csc)\s{0,9}(?:\^\s{0,9}\{?\d\}?\s{0,9})?(?:\\left\s{0,9})?[({]?\s{0,9})"
             r"(\d{1,99}(?:\.\d{1,99})?)\s{0,9}\^\s{0,9}\\circ(?![a-zA-Z])",
@@ -187,8 +205,7 @@ SPELLINGS = tuple(
         (r"(?<=\d)\.(?=/)", ""),
         (rf"\\({'|'.join(COMMANDS_OF_CURRENCIES)})(?![a-zA-Z])", lambda match: COMMANDS_OF_CURRENCIES[match[1]]),
         (rf"\\text\s*\{{\s*{CURRENCY}\s*\}}", r"\1"),
-        (rf"{CURRENCY}\s*(-?)(\\frac\{{\d+\}}\{{\d+\}}|\d[\d.,]*)|(?<=[\d}}])\s*{CURRENCY}", _currency),
-        # Blanks and punctuation around an answer.
+        (rf"(?:US)?{CURRENCY}\s*(-?)({AMOUNT})|(?<=[\d}}]){SPACE}{{0,9}}{CURRENCY}", _currency),
         (rf"^(?:{BLANK}|=)+|(?:{BLANK}|\\\\|(?<!\\right)\.|[,;])+$", ""),
     )
 )

@@ -21,7 +21,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from poly_epo_jax.system.digests import file_digests, json_digest
 from poly_epo_jax.system.limits import cpu_limit
+from poly_epo_jax.system.versions import installed_version
 from poly_epo_jax.tasks.answer_rules import comparable
 from poly_epo_jax.tasks.normalization import normalize_latex
 
@@ -39,14 +41,28 @@ class Grader(NamedTuple):
       package: Distribution that the script requires.
       command: Path of the script, which defines `open_grader`, and the arguments of this function.
       returns: Type of the values that the grader returns, unless they are outcomes.
+      modules: Files that determine the outcome in addition to the script.
     """
 
     package: str
     command: tuple[str, ...]
     returns: type = float
+    modules: tuple[Path, ...] = ()
+
+    @property
+    def version(self) -> str:
+        """The versions of the package and of SymPy, and the digest of the script and `modules`."""
+        packages = (f"{name} {installed_version(name)}" for name in (self.package, "sympy"))
+        digest = json_digest(file_digests([Path(self.command[0]), *self.modules]))
+        return ", ".join((*packages, f"rules {digest[:12]}"))
 
 
-MATH = Grader("math-verify", (str(Path(__file__).with_name("verify_worker.py")),))
+MODULES = ("answers.py", "normalization.py", "answer_names.py", "answer_rules.py", "verifier.py")
+MATH = Grader(
+    "math-verify",
+    (str(Path(__file__).with_name("verify_worker.py")),),
+    modules=tuple(map(Path(__file__).with_name, MODULES)),
+)
 """Compares mathematical answers."""
 
 
@@ -82,6 +98,7 @@ class Verifier:
         limits = (str(int(memory_gb * 2**30)), str(cpu_seconds))
         # -P removes the script's folder from the import path, where math.py would shadow the standard library module.
         command = (sys.executable, "-P", str(WORKER), *limits, *grader.command)
+        self.version = grader.version
         self._grader = grader._replace(command=command)
         self._workers: list[_Worker] = []
         self._idle: queue.Queue[_Worker] = queue.Queue()
@@ -196,6 +213,11 @@ class GradedInWorkers:
     """Base class of tasks whose responses are graded in worker processes."""
 
     _verifier: Verifier
+
+    @property
+    def grader_version(self) -> str:
+        """The version of the grader, see `Grader.version`. Rewards of different versions are not combined."""
+        return self._verifier.version
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of answers since the last call that timed out or crashed a worker."""

@@ -145,10 +145,17 @@ def is_exchanged(gold: Any, answer: Any) -> bool:
     return not all(equal(one.rhs, other) for one, other in ordered)
 
 
+def is_another_function(gold: Any, answer: Any) -> bool:
+    """Returns True if both answers state the value of a function, such as f(2) = 3, but not of the same one."""
+    names = [one.lhs.func for one in (gold, answer) if isinstance(one, Eq) and isinstance(one.lhs, AppliedUndef)]
+    return len(names) > 1 and names[0] != names[1]
+
+
 VETOES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "another value": ("math-verify compares with an absolute tolerance, and slowly.", differ),
     "false equation": ("math-verify only reads the last side of a chain of equations.", is_contradiction),
     "condition": ("math-verify reads the right side of any equation as its value.", is_condition),
+    "another function": ("math-verify reads f(2) = 3 as 3.", is_another_function),
     "exchanged names": ("math-verify sorts the values of a set.", is_exchanged),
 }
 """Reason and function `(gold, answer) -> rejected` of each rule that rejects an answer which math-verify may accept."""

@@ -2,6 +2,7 @@
 
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,26 @@ from poly_epo_jax.tasks.answer_rules import UNITS
 
 LISTS = Path(poly_epo_jax.tasks.__file__).with_name("words").glob("categories_*.txt")
 WORDS = sorted({word for file in LISTS for word in re.findall("(?<=[,:/] |./)[a-z]{4,12}(?=[,/\n])", file.read_text())})
-ROMAN = "II III IV VI VII VIII IX XI XII XIII XIV XVI XIX XL LX XC CX CD DC CM MC XLI LXI".split()
+ROMAN = (
+    "IV",
+    "VI",
+    "IX",
+    "XI",
+    "VII",
+    "XII",
+    "XIV",
+    "XVI",
+    "XIX",
+    "XXI",
+    "XL",
+    "LX",
+    "XC",
+    "CX",
+    "CD",
+    "DC",
+    "CM",
+    "MC",
+)
 VARIABLES = "abckmnpqrstuvwxyz"
 STYLES = (0x1D7CE, 0x1D7D8, 0x1D7E2, 0x1D7EC, 0x1D7F6)
 """Code points of the digit 0 in five mathematical alphabets."""
@@ -33,14 +53,22 @@ ANGLES = {
     "percent": (r"%s\%%", r"%s\text{ percent}", "%s%%", "%s percent", r"%s \%%"),
 }
 COUNTED = {
-    **{name: (rf"%s\text{{ {name}s}}", f"%s {name}s", rf"%s\,\mathrm{{{name}s}}") for name in ("cup", "cube", "square")},
-    "area": (r"%s\text{ cm}^2", r"%s\text{ square centimeters}", r"%s\text{ cm²}", r"%s\text{ sq cm}", r"%s\text{ cm^2}"),
+    **{
+        name: (rf"%s\text{{ {name}s}}", f"%s {name}s", rf"%s\,\mathrm{{{name}s}}") for name in ("cup", "cube", "square")
+    },
+    "area": (
+        r"%s\text{ cm}^2",
+        r"%s\text{ square centimeters}",
+        r"%s\text{ cm²}",
+        r"%s\text{ sq cm}",
+        r"%s\text{ cm^2}",
+    ),
     "volume": (r"%s\text{ cm}^3", r"%s\text{ cubic centimeters}", "%s cm³", r"%s\text{ cu cm}", r"%s\mathrm{cm}^{3}"),
     "length": (r"%s\text{ cm}", "%s cm", r"%s\ \mathrm{cm}", r"%s\text{ centimetres}"),
 }
 MARKS = {
-    "prime": ("%s'", r"%s^\prime", r"%s^{\prime}", "%s′", "%s’"),
-    "double prime": ("%s''", r"%s^{\prime\prime}", "%s″", "%s′′"),
+    "prime": ("%s'", r"%s^\prime", r"%s^{\prime}", "%s\N{PRIME}", "%s\N{RIGHT SINGLE QUOTATION MARK}"),
+    "double prime": ("%s''", r"%s^{\prime\prime}", "%s\N{DOUBLE PRIME}"),
     "transpose": ("%s^T", "%s^{T}", r"%s^\top", r"%s^{\top}", r"%s^{\mathsf{T}}", r"%s^\mathrm{T}", r"%s^{\mathrm T}"),
     "bar": (r"\bar{%s}", r"\overline{%s}", r"\bar %s", r"\overline %s"),
     "hat": (r"\hat{%s}", r"\hat %s", r"\widehat{%s}"),
@@ -50,11 +78,22 @@ MARKS = {
     "star": ("%s^*", "%s^{*}"),
     "nothing": ("%s", r"\mathbf{%s}", r"\boldsymbol{%s}", r"\mathbf %s"),
 }
-FORMULAS = ("e^{#}", "#e", r"1-\frac{#}{e}", "e^{#x}", r"\frac{e^{#}}{#}", "#+#i", "#e^x", r"\ln #+e", "#x+#", "x^{#}-#")
+FORMULAS = (
+    "e^{#}",
+    "#e",
+    r"1-\frac{#}{e}",
+    "e^{#x}",
+    r"\frac{e^{#}}{#}",
+    "#+#i",
+    "#e^x",
+    r"\ln #+e",
+    "#x+#",
+    "x^{#}-#",
+)
 UPRIGHT = {
-    "e": (r"\mathrm{e}", r"\text{e}", r"{\rm e}", "ℯ", r"\mathrm e"),
+    "e": (r"\mathrm{e}", r"\text{e}", r"{\rm e}", "\N{SCRIPT SMALL E}", r"\mathrm e"),
     "i": (r"\mathrm{i}", r"\text{i}", r"\mathrm i"),
-    "x": (r"\boldsymbol{x}", r"\mathbf x", r"\bm{x}", "𝑥", r"\mathsf{x}", "𝐱"),
+    "x": (r"\boldsymbol{x}", r"\mathbf x", r"\bm{x}", "\N{MATHEMATICAL ITALIC SMALL X}", r"\mathsf{x}"),
 }
 CONSTANT = re.compile(r"(?<![a-zA-Z\\])[eix](?![a-zA-Z])")
 BLANKS = (r"\,", r"\;", r"\ ", "~", r"\quad", r"\qquad", " ", r"\!", ".", r"\hspace{1em}", r"\\")
@@ -101,7 +140,16 @@ def another(choices: Sequence[str], than: str, rng: random.Random) -> str:
 
 
 def in_a_font(text: str, rng: random.Random) -> str:
-    fonts = (r"\text{%s}", r"\mathrm{%s}", r"\textbf{%s}", r"\textit{%s}", r"\mathbf{%s}", r"{\rm %s}", r"\text{ %s }", "%s")
+    fonts = (
+        r"\text{%s}",
+        r"\mathrm{%s}",
+        r"\textbf{%s}",
+        r"\textit{%s}",
+        r"\mathbf{%s}",
+        r"{\rm %s}",
+        r"\text{ %s }",
+        "%s",
+    )
     return rng.choice(fonts) % text
 
 
@@ -150,9 +198,7 @@ def characters(rng: random.Random) -> Drawn:
     if rng.random() < 0.4:
         raised = str(size).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
         return Drawn(f"x^{{{size}}}", f"x{raised}", f"x{raised}²")
-    digits, more = (
-        "".join(chr(zero + int(digit)) for digit in str(one)) for one in (size, size + 1)
-    )
+    digits, more = ("".join(chr(zero + int(digit)) for digit in str(one)) for one in (size, size + 1))
     sign = rng.choice(MINUSES)
     return Drawn(f"-{size}", f"{sign}{digits}", rng.choice((digits, f"{sign}{more}")))
 
@@ -168,20 +214,20 @@ def of_forms(forms: dict[str, Sequence[str]], bare: bool) -> Callable[[random.Ra
     def draw(rng: random.Random) -> Drawn:
         kind, size = rng.choice(list(forms)), str(number(rng))
         same = "%s" if bare and rng.random() < 0.2 else rng.choice(forms[kind])
-        other = rng.choice((forms[another(list(forms), kind, rng)], ["%s0"], ["-%s"]) if bare else [forms[another(list(forms), kind, rng)]])
+        others = [forms[another(list(forms), kind, rng)], ["%s0"], ["-%s"]]
+        other = rng.choice(rng.choice(others) if bare else others[0])
         return Drawn(rng.choice(forms[kind]) % size, same % size, rng.choice(other) % size)
 
     return draw
 
 
 def mark(rng: random.Random) -> Drawn:
-    kind, letter = rng.choice(list(MARKS)), rng.choice("fguvwzABM")
-    other = rng.choice(MARKS[another(list(MARKS), kind, rng)])
-    if rng.random() < 0.5 and kind != "star":
-        gold, same, changed = (rng.choice(MARKS[one]) % letter for one in (kind, kind, kind))
-        factor = another("fguvwzABM", letter, rng)
-        return Drawn(f"2{gold}+{factor}", f"{factor}+2{same}", f"{factor}+2{other % letter}" if "*" not in other else factor)
-    return Drawn(rng.choice(MARKS[kind]) % letter, rng.choice(MARKS[kind]) % letter, other % letter)
+    kind, (letter, term) = rng.choice(list(MARKS)), rng.sample("fguvwzABM", 2)
+    changed = another(list(MARKS), kind, rng)
+    gold, same, other = (rng.choice(MARKS[one]) % letter for one in (kind, kind, changed))
+    if "star" in (kind, changed) or rng.random() < 0.5:
+        return Drawn(gold, same, other)
+    return Drawn(f"2{gold}+{term}", f"{term}+2{same}", f"{term}+2{other}")
 
 
 def interval(rng: random.Random) -> Drawn:
@@ -193,12 +239,13 @@ def interval(rng: random.Random) -> Drawn:
 
     def outward(left: str, right: str) -> str:
         brackets = "]" if left == "(" else "[", "[" if right == ")" else "]"
-        template = rng.choice(("%s%s,%s%s", "%s %s , %s %s", r"\left%s%s,%s\right%s", "%s%s;%s%s"))
-        separator = template % (brackets[0], start, end, brackets[1])
-        return separator if ";" not in separator or "[" in brackets[1] or "]" in brackets[0] else separator.replace(";", ",")
+        forms = ("%s%s,%s%s", "%s %s , %s %s", r"\left%s%s,%s\right%s", "%s%s;%s%s")
+        return rng.choice(forms[: 3 if brackets == ("[", "]") else 4]) % (brackets[0], start, end, brackets[1])
 
-    changed = outward("[" if left == "(" else "(", right) if rng.random() < 0.5 or "infty" in end else outward(left, another(")]", right, rng))
-    return Drawn(f"{left}{start},{end}{right}", outward(left, right), changed)
+    changed = ("[" if left == "(" else "(", right)
+    if "infty" not in end and rng.random() < 0.5:
+        changed = (left, another(")]", right, rng))
+    return Drawn(f"{left}{start},{end}{right}", outward(left, right), outward(*changed))
 
 
 def matrix(rng: random.Random) -> Drawn:
@@ -216,7 +263,13 @@ def matrix(rng: random.Random) -> Drawn:
 
 def elements(rng: random.Random) -> Drawn:
     values = rng.sample(range(-20, 99), 3)
-    frames = (r"\{%s\}", r"\lbrace %s\rbrace", r"\left\lbrace %s \right\rbrace", r"\left\{%s\right\}", r"\big\{%s\big\}")
+    frames = (
+        r"\{%s\}",
+        r"\lbrace %s\rbrace",
+        r"\left\lbrace %s \right\rbrace",
+        r"\left\{%s\right\}",
+        r"\big\{%s\big\}",
+    )
     orders = (values, rng.sample(values, 3), [values[0] + 1, *values[1:]])
     gold, same, other = (rng.choice(frames) % ", ".join(map(str, order)) for order in orders)
     return Drawn(gold, same, other) if values[0] + 1 not in values else elements(rng)
@@ -253,10 +306,17 @@ KINDS: dict[str, Callable[[random.Random], Drawn]] = {
 }
 
 
-def drawn_pairs(count: int, rng: random.Random) -> Iterator[Pair]:
-    """Yields `count` pairs with the same and `count` pairs with another meaning of each kind."""
+def drawn_pairs(count: int, rng: random.Random, held_out: bool) -> Iterator[Pair]:
+    """Yields pairs of each kind, half of them with another meaning.
+
+    Args:
+      count: Number of answers that are drawn of each kind.
+      rng: Random state.
+      held_out: Whether to yield the half of the pairs that was not used to develop the grader, or the other half.
+    """
     for kind, draw in KINDS.items():
         for _ in range(count):
             gold, same, other = draw(rng)
-            yield Pair(kind, gold, same, True)
-            yield Pair(kind, gold, other, False)
+            for answer in (same, other):
+                if zlib.crc32(f"{gold} {answer}".encode()) % 2 == held_out:
+                    yield Pair(kind, gold, answer, answer == same)

@@ -231,6 +231,7 @@ def test_a_lone_surrogate_is_reported_with_its_row(tmp_path: Path, column: str):
         (pyarrow.float16(), [0.1, 2048.0, 0.333], ["0.1", "2048.0", "0.333"]),
         (pyarrow.float32(), [0.1, 16_777_216.0, 1 / 3], ["0.1", "16777216.0", "0.33333334"]),
         (pyarrow.float64(), [0.1, 16_777_217.0, 1 / 3], ["0.1", "16777217.0", "0.3333333333333333"]),
+        (pyarrow.float64(), [0.1 + 0.2, 4.35 * 100, 1.1 * 1.1], ["0.3", "435", "1.21"]),
         (pyarrow.list_(pyarrow.float32()), [[0.1], [2.5], [-0.7]], ["0.1", "2.5", "-0.7"]),
         (FLOAT_STRUCT, [{"ground_truth": value} for value in (0.1, 2.5, -0.7)], ["0.1", "2.5", "-0.7"]),
     ],
