@@ -61,14 +61,12 @@ from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
 from poly_epo_jax.startup.prepare import check_writable, use_compilation_cache
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
-from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
 from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
-from poly_epo_jax.tasks.verifier import GradedInWorkers
 from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Params, Sampling
 
 
@@ -120,8 +118,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
     judged = flags.cluster and JUDGES[config.judge.name].clusters
     for name in flags.benchmarks:
         benchmark = open_benchmark(name, config.task)
-        digests = {"problems": problems_digest(benchmark.problems)}
-        digests |= {"grader": benchmark.task.grader_version} if isinstance(benchmark.task, GradedInWorkers) else {}
+        digests = benchmark.digests
         if isinstance(benchmark.task, Cleaned) and (reasons := reasons_text(benchmark.task.dropped["train"])):
             print(f"{benchmark.label}: {len(benchmark.problems)} problems; dropped: {reasons}.")
         benchmark.problems = benchmark.problems[: flags.max_problems or None]

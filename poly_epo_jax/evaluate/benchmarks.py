@@ -11,9 +11,11 @@ from typing import Any
 from poly_epo_jax.config.keys import Config, ConfigError, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.system.digests import option_digests
 from poly_epo_jax.system.text import did_you_mean
 from poly_epo_jax.tasks import TASKS, MathTask
+from poly_epo_jax.tasks.verifier import GradedInWorkers
 from poly_epo_jax.types import Problem, Sampling, Task
 
 BENCHMARKS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,12 @@ class Benchmark:
     label: str
     task: Task
     problems: Sequence[Problem]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of all problems and, if answers are compared in worker processes, the version of the grader."""
+        version = {"grader": self.task.grader_version} if isinstance(self.task, GradedInWorkers) else {}
+        return {"problems": problems_digest(self.problems)} | version
 
 
 def open_benchmark(name: str, section: TaskSection) -> Benchmark:
@@ -137,8 +145,8 @@ def about_evaluation(
       weights: Description of the weights, see `Model.weights` in evaluate/__main__.py.
       num_generations: Number of generations per problem.
       judged: Whether the generations are clustered. Ignored if the configured judge does not provide clusters.
-      digests: Digests of the model (`Model.digests`), the problems and the judge (`judge_identity`), and the version of
-        the grader (`GradedInWorkers.grader_version`).
+      digests: Digests of the model (`Model.digests`), the benchmark (`Benchmark.digests`) and the judge
+        (`judge_identity`).
 
     Returns:
       The content of about.json.

@@ -21,7 +21,7 @@ NUMBER_AS_TEXT = re.compile(r"\\text\s*\{\s*(-?\d[\d.,]*)\s*\}", re.ASCII)
 AMBIGUOUS = re.compile(
     rf"(?<![\w\\^_.}}])\d+(?:\.\d+)?{BLANK}+[\d.]"  # two adjacent numbers
     r"|(?<![\w^_}])\d+\s*\{|(?:^|[^}\]\w\s^_])\s*\{\d+\}\s*[\d{]|\\phantom"  # numbers in braces, or invisible content
-    r"|\d'+\s*\d|\\text\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # text that contains a number and is not a unit; per mille
+    r"|\\text\s*\{(?:[^{}]*[^{}\w^/])?\d|\u2030",  # text that contains a number and is not a unit; per mille
     re.ASCII,
 )
 

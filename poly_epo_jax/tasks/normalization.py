@@ -153,7 +153,7 @@ SPELLINGS = tuple(
         # Words, units and currencies.
         (r"(?<=[a-zA-Z]{3})'(?=[a-zA-Z])", ""),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
-        (rf"\\text\s*\{{\s*(?i:infinity)\s*\}}|{NOT_IN_WORD % '(?i:infinity)'}", r"\\infty "),
+        (rf"\\text\s*\{{\s*([-+]?)\s*(?i:infinity)\s*\}}|{NOT_IN_WORD % '(?i:infinity)'}", r"\1\\infty "),
         (rf"\s*(?:\\text\s*\{{\s*%s\s*\}}|{NOT_IN_WORD}|\\?%%)" % (("(?:per ?cent(?:age)?|pct)",) * 2), r"\\%"),
         (r"(\\text\s*\{\s*)\\degrees?\s*", r"\1deg "),
         (r"\\text\s*\{([^{}]*?)\s*\^\s*\{?(-?\d)\}?\s*\}", r"\\text{\1}^\2"),
@@ -175,6 +175,8 @@ SPELLINGS = tuple(
         # Marks that math-verify removes.
         (r"\\prime(?![a-zA-Z])\s*", "'"),
         (r"\^\s*(?:\{\s*('+)\s*\}|('))", r"\1\2"),
+        (r"(?<=\d)''", r"\\text{ in}"),
+        (r"(?<=\d)'", r"\\text{ ft}"),
         (r"(\\text\s*\{[^{}]*\})|([a-zA-Z]|\\[a-zA-Z]+)(?:_(\w|\{\w*\}))?('+)(?:_(\w|\{\w*\}))?", _primed),
         (r"(?<=[)\]}])'", r"^{\\prime}"),
         (r"\^\s*(?:T|(?:\\top|\\intercal)(?![a-zA-Z])|\{\s*(?:T|\\top|\\intercal|\{\s*T\s*\})\s*\})", "^T "),

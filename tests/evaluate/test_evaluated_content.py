@@ -22,6 +22,7 @@ from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.tasks import PolynomialTask
+from poly_epo_jax.tasks.verifier import GradedInWorkers
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
@@ -66,6 +67,16 @@ def test_a_benchmark_file_is_identified_by_its_content(tmp_path: Path):
     with pytest.raises(ValueError, match=r"different values of problems, task_options\.train; .*--output"):
         open_folder(tmp_path / "folder", second)
     assert json.loads((tmp_path / "folder" / "about.json").read_text()) == first
+
+
+def test_results_of_another_version_of_the_grader_are_not_combined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine.jsonl").write_text('{"problem": "1+1?", "answer": "2"}')
+    benchmark = open_benchmark(str(tmp_path / "mine.jsonl"), TaskSection(name="math"))
+    before = benchmark.digests
+    open_folder(tmp_path / "folder", {"digests": before})
+    monkeypatch.setattr(GradedInWorkers, "grader_version", "another version")
+    with pytest.raises(ValueError, match="different values of grader;"):
+        open_folder(tmp_path / "folder", {"digests": benchmark.digests})
 
 
 def test_synthetic_problems_are_identified_by_their_content():

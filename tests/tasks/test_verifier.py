@@ -298,3 +298,15 @@ def test_an_invalid_reply_is_a_crash(tmp_path: Path, reply: str):
         assert verifier.metrics() == {"grader/timeouts": 0.0, "grader/crashes": 1.0}
     finally:
         verifier.close()
+
+
+def test_the_version_of_a_grader_depends_on_its_script(tmp_path: Path):
+    script = tmp_path / "grader.py"
+
+    def version(source: str) -> str:
+        script.write_text(source)
+        return Grader("math-verify", (str(script),)).version
+
+    first, other = version("1"), version("2")
+    assert first == version("1") != other
+    assert first.startswith("math-verify ")
