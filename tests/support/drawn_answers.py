@@ -216,7 +216,7 @@ def of_forms(forms: dict[str, Sequence[str]], bare: bool) -> Callable[[random.Ra
         same = "%s" if bare and rng.random() < 0.2 else rng.choice(forms[kind])
         others = [forms[another(list(forms), kind, rng)], ["%s0"], ["-%s"]]
         other = rng.choice(rng.choice(others) if bare else others[0])
-        return Drawn(rng.choice(forms[kind]) % size, same % size, rng.choice(other) % size)
+        return Drawn(rng.choice(forms[kind]) % size, same % size, other % size)
 
     return draw
 
