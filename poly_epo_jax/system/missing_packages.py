@@ -1,7 +1,23 @@
 """Error message for packages that are not installed. Commands print it in one line instead of a traceback."""
 
+import json
 import sys
+from importlib import metadata
+from pathlib import Path
 from types import TracebackType
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra of this package from where the package itself was installed.
+
+    This is the clone, the wheel's file, or the package index.
+    """
+    clone = Path(__file__).resolve().parents[2]
+    if (clone / "pyproject.toml").exists():
+        return f"pip install --editable '{clone}[{extra}]'"
+    origin = next((one.read_text("direct_url.json") for one in metadata.distributions(name="poly-epo-jax")), None)
+    source = f" @ {json.loads(origin)['url']}" if origin else ""
+    return f"pip install 'poly-epo-jax[{extra}]{source}'"
 
 
 def explain_missing_package(error: ModuleNotFoundError) -> str:
@@ -9,7 +25,7 @@ def explain_missing_package(error: ModuleNotFoundError) -> str:
     package = (error.name or "a package").partition(".")[0]
     return (
         f"training, evaluation and reports need more packages ({package} is missing); install them with: "
-        "pip install 'poly-epo-jax[train]'"
+        f"{install_command('train')}"
     )
 
 

@@ -139,7 +139,7 @@ def test_training_from_python_reports_missing_packages(typed: Typed):
     ended = typed("-c", "from poly_epo_jax import run", hidden="ml_collections")
     sentence = explain_missing_package(ModuleNotFoundError(name="ml_collections"))
     assert ended.stderr.splitlines()[-1] == f"ImportError: {sentence}"
-    assert "(ml_collections is missing); install them with: pip install 'poly-epo-jax[train]'" in sentence
+    assert f"(ml_collections is missing); install them with: pip install --editable '{ROOT}[train]'" in sentence
 
 
 def test_an_error_other_than_a_missing_package_keeps_its_traceback(typed: Typed):
