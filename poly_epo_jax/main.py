@@ -63,7 +63,7 @@ from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
-from poly_epo_jax.tasks.problems import Cleaned, reasons_text
+from poly_epo_jax.tasks.problems import reasons_text, usable_problems
 from poly_epo_jax.train import Trainer, TrainProgress, train
 from poly_epo_jax.types import Problem, Sampling, Task
 
@@ -246,11 +246,10 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
 def _problems_that_fit(config: Config, task: Task, policy: Policy) -> tuple[Sequence[Problem], Sequence[Problem]]:
     """Returns the training and held-out problems with short enough prompts, and writes the counts to data.json."""
     counts, problems = {}, []
-    for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
+    for name, (part, before) in usable_problems(task).items():
         limits = (config.train.max_prompt_tokens, policy.config.vocab_size)
         kept, too_long = drop_long_prompts(part, policy.tokenizer, *limits)
-        before = dataclasses.asdict(task.dropped[name]) if isinstance(task, Cleaned) else {}
-        counts[name] = {"kept": len(kept), "dropped": before | {"too_long": too_long}}
+        counts[name] = {"kept": len(kept), "dropped": dataclasses.asdict(before) | {"too_long": too_long}}
         problems.append(kept)
         if (reasons := reasons_text(counts[name]["dropped"])) and hosts.is_first():
             print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {reasons}.")
