@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -111,7 +112,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
         digests |= _same_content(config, policy, reference_digests(reference))
     digests |= check_resume_inputs(config, prepared.judge)
-    hosts.run_on_first(lambda: _write_description(config, policy, digests))
+    hosts.run_on_first(lambda: _write_description(config, policy, digests, prepared.code))
 
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
@@ -160,11 +161,11 @@ def _same_content(config: Config, policy: Policy, digests: dict[str, str]) -> di
     return hosts.run_on_all(lambda: check_same_content(Path(config.workdir), str(policy.path), digests))
 
 
-def _write_description(config: Config, policy: Policy, digests: dict[str, str]) -> None:
+def _write_description(config: Config, policy: Policy, digests: dict[str, str], code: dict[str, Any]) -> None:
     """Writes about.json and the policy's tokenizer and configuration to the run folder."""
     workdir = Path(config.workdir)
     policy.save_description(workdir / run_folder.POLICY)
-    about = {"method": method_title(config.algo), "remat": policy.config.remat}
+    about: dict[str, Any] = {"method": method_title(config.algo), "remat": policy.config.remat} | code
     base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
     file = workdir / run_folder.ABOUT
     saved = run_folder.read_about(workdir).get("digests", {}) if run_folder.resumable_config(workdir) else {}

@@ -338,6 +338,7 @@ class CheckpointSection(Section, name="checkpoint"):
 
     every: int = key(50, "interval between checkpoints, in steps", STEPS)
     keep: int = key(2, "number of checkpoints to keep; older checkpoints are deleted", STEPS)
+    accept_changed_code: bool = key(False, "whether a run continues although the user's code has changed")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,20 +3,19 @@
 import json
 import sys
 from importlib import metadata
-from pathlib import Path
 from types import TracebackType
 
 
 def install_command(extra: str) -> str:
     """Returns the command that installs an extra of this package from where the package itself was installed.
 
-    This is the clone, the wheel's file, or the package index.
+    This is a clone, the file of a wheel, or the package index.
     """
-    clone = Path(__file__).resolve().parents[2]
-    if (clone / "pyproject.toml").exists():
-        return f"pip install --editable '{clone}[{extra}]'"
-    origin = next((one.read_text("direct_url.json") for one in metadata.distributions(name="poly-epo-jax")), None)
-    source = f" @ {json.loads(origin)['url']}" if origin else ""
+    installed = next(iter(metadata.distributions(name="poly-epo-jax")), None)
+    origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
+    if installed is None or "dir_info" in origin:
+        return f"pip install --editable '{origin.get('url', '.').removeprefix('file://')}[{extra}]'"
+    source = f" @ {origin['url']}" if origin else ""
     return f"pip install 'poly-epo-jax[{extra}]{source}'"
 
 
