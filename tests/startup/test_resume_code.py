@@ -1,6 +1,7 @@
 """A run is only resumed with the user's code that it was started with, unless its changes are accepted."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(folder)
     yield folder
     TASKS.pop("own_for_resume", None)
+    sys.modules.pop("own_bonus", None)
 
 
 def configured(own: Path, **checkpoint: bool) -> Config:
