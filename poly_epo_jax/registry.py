@@ -76,6 +76,8 @@ def _code(value: Any) -> Any:
         )
     if isinstance(value, partial):
         return _code(value.func), repr(value.args), repr(value.keywords)
+    if isinstance(value, tuple):
+        return [_code(part) for part in value]
     if dataclasses.is_dataclass(value):
         return [_code(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return repr(value)

@@ -49,6 +49,7 @@ entries = {
     "class": Task,
     "entry": Entry(lambda task: task),
     "partial": partial(objective, scale=3.0),
+    "tuple": (objective, "title"),
 }
 """
 
@@ -76,6 +77,7 @@ def test_the_same_code_is_registered_again():
         ("class", "size: int = 4", "size: int = 5"),
         ("entry", "lambda task: task", "lambda task: None"),
         ("partial", "scale=3.0", "scale=4.0"),
+        ("tuple", "scale * rewards", "scale + rewards"),
     ],
 )
 def test_other_code_under_the_same_name_is_rejected(name: str, before: str, after: str):

@@ -123,9 +123,8 @@ class Environments:
             if limit.expired():
                 late = f"did not return within rollouts.turn_timeout_seconds={self.timeout_seconds:g}"
                 raise FailedEpisode("late", f"{name} of problem {problem.id} {late}") from None
-            kind, line = type(error).__name__, user_line(error)
-            place = f" ({line})" if line else ""
-            raise FailedEpisode("raised", f"{name} of problem {problem.id} raised {kind}: {error}{place}") from error
+            raised = f"raised {type(error).__name__}{user_line(error)}: {error}"
+            raise FailedEpisode("raised", f"{name} of problem {problem.id} {raised}") from error
 
     def submit(self, function: Callable[[], Awaitable[Any]]) -> Any:
         """Starts a call in the event loop of the environments, and returns its `concurrent.futures.Future`."""

@@ -51,7 +51,10 @@ def code_files(config: Config) -> list[Path]:
     and of imported modules in the same folders.
     """
     components = [entry.factory for entry in registry_entries(config).values()]
-    components += [OBJECTIVES[config.algo.objective], *(metric.function for metric in EVALUATION_METRICS.values())]
+    components += [
+        OBJECTIVES[config.algo.objective].score,
+        *(metric.function for metric in EVALUATION_METRICS.values()),
+    ]
     defined = {file for component in components for file in _defined_in(component)}
     folders = {file.parent for file in defined}
     names = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]

@@ -33,21 +33,22 @@ def user_code(component: object, method: str, problem: str) -> Iterator[None]:
         with tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
             file.write("".join(traceback.format_exception(error)))
         raise UserCodeError(
-            f"{type(component).__name__}.{method} raised {type(error).__name__} for problem {problem!r} at "
+            f"{type(component).__name__}.{method} raised {type(error).__name__} for problem {problem!r}"
             f"{user_line(error)}: {error}. The traceback is in {file.name}."
         ) from error
 
 
 def user_line(error: BaseException) -> str:
-    """Returns "file:line" of the innermost code in a traceback that is neither of this package nor of a library.
+    """Returns " at FILE:LINE" for the innermost code in a traceback that is neither of this package nor of a library.
 
-    If all code is of libraries, returns its innermost line. If all code is of this package, returns an empty string.
+    If there is none, returns an empty string.
     """
-    frames = [
-        (frame.f_globals.get("__name__", ""), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    lines = [
+        f" at {frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_ours(frame.f_globals.get("__name__", "")) and not frame.f_code.co_filename.startswith(_LIBRARIES)
     ]
-    lines = [f"{frame.f_code.co_filename}:{line}" for module, frame, line in frames if not _is_ours(module)]
-    return next((line for line in lines[::-1] if not line.startswith(_LIBRARIES)), lines[-1] if lines else "")
+    return lines[-1] if lines else ""
 
 
 def _is_ours(module: str) -> bool:
