@@ -38,7 +38,7 @@ from poly_epo_jax.parallel.devices import find_devices
 from poly_epo_jax.parallel.sharding import host_mesh
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.timeline import Timeline
-from poly_epo_jax.records.tracking import Tracker
+from poly_epo_jax.records.tracking import Tracker, check_loggers
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
 from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
@@ -84,6 +84,7 @@ def run(config: Config) -> None:
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
         find_devices()
+        hosts.run_on_first(lambda: check_loggers(config.log.projects))
         use_compilation_cache(config)
         check_resume_config(workdir, config)
         prepared = hosts.run_on_all(lambda: prepare(config))
@@ -239,9 +240,8 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     # Without a checkpoint, all rows are dropped, including those of the evaluation before the first step.
     resume_step = step or -1
-    projects = {"wandb": config.log.wandb_project, "trackio": config.log.trackio_project}
     total_steps, method = config.train.num_steps, method_title(config.algo)
-    return Tracker(Path(config.workdir), json_config, total_steps, resume_step, projects, method)
+    return Tracker(Path(config.workdir), json_config, total_steps, resume_step, config.log.projects, method)
 
 
 def _problems_that_fit(config: Config, task: Task, policy: Policy) -> tuple[Sequence[Problem], Sequence[Problem]]:

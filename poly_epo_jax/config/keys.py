@@ -358,6 +358,12 @@ class LogSection(Section, name="log"):
     wandb_project: str = key("", "name of the Weights & Biases project (empty = disabled)")
     trackio_project: str = key("", "name of the Trackio project (empty = disabled)")
 
+    @property
+    def projects(self) -> dict[str, str]:
+        """Projects of the enabled loggers, by module."""
+        projects = {"wandb": self.wandb_project, "trackio": self.trackio_project}
+        return {module: project for module, project in projects.items() if project}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(Section):
