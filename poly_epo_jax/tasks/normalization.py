@@ -175,9 +175,9 @@ SPELLINGS = tuple(
         # Marks that math-verify removes.
         (r"\\prime(?![a-zA-Z])\s*", "'"),
         (r"\^\s*(?:\{\s*('+)\s*\}|('))", r"\1\2"),
+        (r"(\\text\s*\{[^{}]*\})|([a-zA-Z]|\\[a-zA-Z]+)(?:_(\w|\{\w*\}))?('+)(?:_(\w|\{\w*\}))?", _primed),
         (r"(?<=\d)''", r"\\text{ in}"),
         (r"(?<=\d)'", r"\\text{ ft}"),
-        (r"(\\text\s*\{[^{}]*\})|([a-zA-Z]|\\[a-zA-Z]+)(?:_(\w|\{\w*\}))?('+)(?:_(\w|\{\w*\}))?", _primed),
         (r"(?<=[)\]}])'", r"^{\\prime}"),
         (r"\^\s*(?:T|(?:\\top|\\intercal)(?![a-zA-Z])|\{\s*(?:T|\\top|\\intercal|\{\s*T\s*\})\s*\})", "^T "),
         (r"(?<!matrix\})\^T", "^{{T}}"),
