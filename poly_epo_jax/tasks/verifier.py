@@ -57,11 +57,16 @@ class Grader(NamedTuple):
         return ", ".join((*packages, f"rules {digest[:12]}"))
 
 
-MODULES = ("answers.py", "normalization.py", "answer_names.py", "answer_rules.py", "verifier.py")
 MATH = Grader(
     "math-verify",
     (str(Path(__file__).with_name("verify_worker.py")),),
-    modules=tuple(map(Path(__file__).with_name, MODULES)),
+    modules=(
+        Path(__file__).with_name("answers.py"),
+        Path(__file__).with_name("normalization.py"),
+        Path(__file__).with_name("answer_names.py"),
+        Path(__file__).with_name("answer_rules.py"),
+        Path(__file__).with_name("verifier.py"),
+    ),
 )
 """Compares mathematical answers."""
 
