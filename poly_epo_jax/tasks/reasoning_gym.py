@@ -16,8 +16,9 @@ import numpy as np
 from poly_epo_jax.config.checks import NOT_EMPTY, SEED
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.missing_packages import install_command
+from poly_epo_jax.tasks.grader import Grader
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, prompted
-from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Verifier
+from poly_epo_jax.tasks.verifier import GradedInWorkers, Verifier
 from poly_epo_jax.types import Generation, Problem
 
 WORKER = Path(__file__).with_name("gym_worker.py")

@@ -16,7 +16,8 @@ from poly_epo_jax.config.checks import NOT_EMPTY, SEED, one_of
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.missing_packages import install_command
-from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Outcome as PlayerFailure, Verifier
+from poly_epo_jax.tasks.grader import Grader
+from poly_epo_jax.tasks.verifier import GradedInWorkers, Outcome as PlayerFailure, Verifier
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem
 
 WORKER = Path(__file__).with_name("textarena_worker.py")

@@ -19,12 +19,11 @@ import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from poly_epo_jax.system.digests import file_digests, json_digest
 from poly_epo_jax.system.limits import cpu_limit
-from poly_epo_jax.system.versions import installed_version
 from poly_epo_jax.tasks.answer_rules import comparable
+from poly_epo_jax.tasks.grader import MATH, Grader
 from poly_epo_jax.tasks.normalization import normalize_latex
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -32,43 +31,6 @@ START_SECONDS = 120.0
 MAX_REPLY_BYTES = 2**20
 # Number of remembered outcomes, which covers several training steps.
 MAX_REMEMBERED = 16_384
-
-
-class Grader(NamedTuple):
-    """A script that workers execute to grade answers.
-
-    Attributes:
-      package: Distribution that the script requires.
-      command: Path of the script, which defines `open_grader`, and the arguments of this function.
-      returns: Type of the values that the grader returns, unless they are outcomes.
-      modules: Files that determine the outcome in addition to the script.
-    """
-
-    package: str
-    command: tuple[str, ...]
-    returns: type = float
-    modules: tuple[Path, ...] = ()
-
-    @property
-    def version(self) -> str:
-        """The versions of the package and of SymPy, and the digest of the script and `modules`."""
-        packages = (f"{name} {installed_version(name)}" for name in (self.package, "sympy"))
-        digest = json_digest(file_digests([Path(self.command[0]), *self.modules]))
-        return ", ".join((*packages, f"rules {digest[:12]}"))
-
-
-MATH = Grader(
-    "math-verify",
-    (str(Path(__file__).with_name("verify_worker.py")),),
-    modules=(
-        Path(__file__).with_name("answers.py"),
-        Path(__file__).with_name("normalization.py"),
-        Path(__file__).with_name("answer_names.py"),
-        Path(__file__).with_name("answer_rules.py"),
-        Path(__file__).with_name("verifier.py"),
-    ),
-)
-"""Compares mathematical answers."""
 
 
 class Outcome(enum.Enum):

@@ -19,7 +19,8 @@ import pytest
 from hostile_answers import HOSTILE
 
 from poly_epo_jax.tasks import verifier as module
-from poly_epo_jax.tasks.verifier import START_SECONDS, Grader, Outcome, Verifier
+from poly_epo_jax.tasks.grader import Grader
+from poly_epo_jax.tasks.verifier import START_SECONDS, Outcome, Verifier
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory limits and /proc require Linux")
 
