@@ -57,7 +57,7 @@ def write_page(
         _judges_section(results["judges"], timings),
         _pairs_section(results["pairs"], results["method"]),
         "<p class='muted'>Means over problems with 95% intervals, which only include the variation between problems. "
-        "Below, the problems on which the judges agree least are the first.</p>",
+        "Equal values have no interval. Below, the problems on which the judges agree least are the first.</p>",
         asset("browser.html"),
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}

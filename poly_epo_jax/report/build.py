@@ -33,8 +33,8 @@ FIGURES = {
         "pass@k",
         "Fraction of problems that at least one of k attempts solves, and its difference from the first model, on the "
         "same problems. Shaded: 95% intervals over problems, by the method below the results, and bootstrap intervals "
-        "of the mean difference. These can exclude 0 although the intervals of the two curves overlap, and are too "
-        "narrow where nearly all differences are 0.",
+        "of the mean difference, with two additional problems. These can exclude 0 although the intervals of the two "
+        "curves overlap.",
     ),
     "majority": (
         "Majority voting",

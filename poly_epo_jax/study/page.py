@@ -20,7 +20,8 @@ from poly_epo_jax.study.tables import Table, pass_at_k_tables, result_tables
 INTERVAL_NOTE = (
     "Means over training seeds, with 95% confidence intervals (Student's t) in brackets. Differences from {baseline} "
     "are at the same learning rate and paired by seed. If the interval of a difference contains 0, these seeds do not "
-    "distinguish the two methods. A single seed has no interval. Intervals are not corrected for multiple comparisons."
+    "distinguish the two methods. A single seed and equal values have no interval. Intervals are not corrected for "
+    "multiple comparisons."
 )
 FRONTIER = (
     "Each point is a method at a learning rate, with 95% intervals over seeds on both axes. Arrows point to the next "
