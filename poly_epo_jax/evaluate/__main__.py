@@ -51,7 +51,7 @@ from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_ke
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
-from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
+from poly_epo_jax.records.run_folder import CHECKPOINTS
 from poly_epo_jax.registry import Range
 from poly_epo_jax.rollouts import model_info, open_server, open_weights
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
@@ -63,12 +63,15 @@ from poly_epo_jax.startup.prepare import check_writable, use_compilation_cache
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
 from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
-from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.output_folder import LOCK, check_output, claim_folder, has_lock
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Params, Sampling
+
+EVALUATION = "evaluation"
+"""Kind of the folders, see system/output_folder.py."""
 
 
 @dataclasses.dataclass
@@ -133,7 +136,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
         for label, model in models.items():
             folder = flags.output / benchmark.label / label
             about = about_evaluation(config, name, model.weights, num_generations, judged, digests | model.digests)
-            with lock_file(folder / LOCK, f"the evaluation {folder}"):
+            with claim_folder(folder, EVALUATION):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
@@ -209,6 +212,8 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
         if source.startswith(("http://", "https://")):
             validate(source, "--models", URL)
     check_writable("--output", flags.output)
+    evaluated = any(has_lock(lock.parent, EVALUATION) for lock in flags.output.glob(f"*/*/{LOCK}"))
+    check_output(flags.output, EVALUATION, is_known=evaluated)
     if flags.cluster:
         check_judge_limit(config.judge, "--num_generations", flags.num_generations)
 

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.output_folder import claim_folder
 
 WRITERS = 4
 """Number of files that are written in parallel. Host memory holds the tensors of these files and of the next one."""
@@ -36,22 +37,25 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
 
     Raises:
       FileExistsError: If `path` already exists and is not replaced.
+      ValueError: If `path` with the suffix .unfinished exists, and was not left behind by a killed process.
       OSError: If a file cannot be written.
     """
     if (path.exists() or path.is_symlink()) and not replace:
         raise FileExistsError(f"{path} already exists; choose another folder, or remove it first.")
     unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a killed process
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        if replace:
-            shutil.rmtree(path, ignore_errors=True)
-        unfinished.rename(path)
-    except SafetensorError as error:
-        raise OSError(f"Failed to write {path}: {error}. Free disk space or choose another folder.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with claim_folder(unfinished, "unfinished model folder"):
+        new = unfinished / path.name
+        shutil.rmtree(new, ignore_errors=True)  # left behind by a killed process
+        new.mkdir()
+        try:
+            yield new
+            if replace:
+                shutil.rmtree(path, ignore_errors=True)
+            new.rename(path)
+        except SafetensorError as error:
+            raise OSError(f"Failed to write {path}: {error}. Free disk space or choose another folder.") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def open_tensors(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Writes a report: reads the folders, draws the figures and writes the page."""
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
-from poly_epo_jax.report.document import asset, document
+from poly_epo_jax.report.document import POLICY, asset, document, write_text
 from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
@@ -22,8 +23,10 @@ from poly_epo_jax.report.page import (
 )
 from poly_epo_jax.report.rollout_trees import Rollouts, plot_rollout_trees
 from poly_epo_jax.report.settings import settings_section
+from poly_epo_jax.system.output_folder import check_output, starts_with
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
+PAGE = "report.html"
 MAX_GENERATION_BYTES = 8_000_000
 TREE_ROLLOUTS = 12
 
@@ -78,8 +81,8 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
       The path of the page.
 
     Raises:
-      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains a corrupted file, or if
-        a model is not found.
+      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains links or a corrupted
+        file, if a model is not found, or if `output` contains other files than a report.
       OSError: If `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)
@@ -98,9 +101,6 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     _create(output)
     drawn = _draw_figures(metrics, results, tree_title, trees, line_styles)
     drawn["timeline"] = timeline_figures.plot_timeline(timelines)
-    for name, figure in drawn.items():
-        if figure is not None:
-            figures.save(figure, output, name)
 
     summaries = evaluation_summaries(results) if results else []
     summaries += [run_summary(label, rows) for label, rows in metrics.items()]
@@ -116,13 +116,17 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         "<footer class='muted'>All figures are also available as PNG and PDF files next to this page.</footer>",
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
-    page = output / "report.html"
+    page = output / PAGE
     title = " · ".join([*evaluations, *(run.folder.resolve().name for run in runs.values())])
-    page.write_text(document(title, "\n".join(body), data), encoding="utf-8", errors="replace")
+    write_text(page, document(title, "\n".join(body), data))  # first, because it identifies the folder of a report
+    for name, figure in drawn.items():
+        if figure is not None:
+            figures.save(figure, output, name)
     return page
 
 
 def _create(output: Path) -> None:
+    check_output(output, "report", is_known=starts_with(output / PAGE, re.escape(POLICY)))
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report.document import document, markdown_table, table, text_table
+from poly_epo_jax.report.document import document, markdown_table, table, text_table, write_text
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics, image, save
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.study import figures
@@ -57,8 +57,8 @@ def write_study_report(folder: Path) -> Path:
     page.parent.mkdir(parents=True, exist_ok=True)
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
-    page.write_text(document(title, body), encoding="utf-8", errors="replace")
-    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8", errors="replace")
+    write_text(page, document(title, body))
+    write_text(page.parent / "tables.md", markdown(results))
     for task in results.tasks:
         for name, figure in {
             "frontier": plot_frontier(results, task),
