@@ -229,7 +229,19 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
                 f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server, or "
                 "set --config.rollouts.name=vllm for a vLLM server."
             ) from error
-        policy = open_policy(find_model(served.tokenizer_path), config.model)
+        folder = config.model.path
+        if not folder:  # a folder that the server names could contain anything
+            raise ConfigError(
+                f"--models={url} requires a tokenizer; set --config.model.path to the folder or Hub name of its model. "
+                f"The server names {served.tokenizer_path}."
+            )
+        if folder != served.tokenizer_path:
+            print(
+                f"Warning: {url} names the tokenizer {served.tokenizer_path}; model.path={folder} is used, and must "
+                "contain the same tokenizer.",
+                file=sys.stderr,
+            )
+        policy = open_policy(find_model(folder), config.model)
         name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}
         return label, Model(policy, name, digests, url, served.weight_version)
     if not (Path(source) / CHECKPOINTS).is_dir():

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from poly_epo_jax.system.file_lock import lock_file
@@ -67,8 +67,12 @@ def starts_with(path: Path, pattern: str) -> bool:
         return re.search(pattern, file.read(1000)) is not None
 
 
-def check_contents(folder: Path) -> None:
+def check_contents(folder: Path, targets: Sequence[Path] = ()) -> None:
     """Checks that a folder contains only files and folders. Links, pipes and devices are rejected.
+
+    Args:
+      folder: The folder.
+      targets: Folders without links, to whose files the folder may link.
 
     Raises:
       ValueError: If the folder contains another type of file.
@@ -76,7 +80,9 @@ def check_contents(folder: Path) -> None:
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
             with contextlib.suppress(FileNotFoundError):  # deleted by a run in progress
-                if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+                is_plain = stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR)
+                target = Path(os.path.realpath(path))
+                if not is_plain and not (target.is_file() and any(map(target.is_relative_to, targets))):
                     raise ValueError(
                         f"{path} is a link or a special file, which is not supported in this folder, because it may "
                         "lead to files elsewhere; replace it with a copy of its content, or delete it."
