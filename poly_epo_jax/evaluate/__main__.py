@@ -65,13 +65,10 @@ from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.output_folder import LOCK, check_output, claim_folder, has_lock
+from poly_epo_jax.system.output_folder import LOCK, check_output, claim_folder
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Params, Sampling
-
-EVALUATION = "evaluation"
-"""Kind of the folders, see system/output_folder.py."""
 
 
 @dataclasses.dataclass
@@ -136,7 +133,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
         for label, model in models.items():
             folder = flags.output / benchmark.label / label
             about = about_evaluation(config, name, model.weights, num_generations, judged, digests | model.digests)
-            with claim_folder(folder, EVALUATION):
+            with claim_folder(folder, "evaluation"):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
@@ -212,8 +209,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
         if source.startswith(("http://", "https://")):
             validate(source, "--models", URL)
     check_writable("--output", flags.output)
-    evaluated = any(has_lock(lock.parent, EVALUATION) for lock in flags.output.glob(f"*/*/{LOCK}"))
-    check_output(flags.output, EVALUATION, is_known=evaluated)
+    check_output(flags.output, "evaluation", is_known=any(flags.output.glob(f"*/*/{LOCK}")))
     if flags.cluster:
         check_judge_limit(config.judge, "--num_generations", flags.num_generations)
 
@@ -229,19 +225,18 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
                 f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server, or "
                 "set --config.rollouts.name=vllm for a vLLM server."
             ) from error
-        folder = config.model.path
-        if not folder:  # a folder that the server names could contain anything
+        if not config.model.path:  # a folder that the server names could contain anything
             raise ConfigError(
                 f"--models={url} requires a tokenizer; set --config.model.path to the folder or Hub name of its model. "
                 f"The server names {served.tokenizer_path}."
             )
-        if folder != served.tokenizer_path:
+        if config.model.path != served.tokenizer_path:
             print(
-                f"Warning: {url} names the tokenizer {served.tokenizer_path}; model.path={folder} is used, and must "
-                "contain the same tokenizer.",
+                f"Warning: {url} names the tokenizer {served.tokenizer_path}; model.path={config.model.path} is used, "
+                "and must contain the same tokenizer.",
                 file=sys.stderr,
             )
-        policy = open_policy(find_model(folder), config.model)
+        policy = open_policy(find_model(config.model.path), config.model)
         name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}
         return label, Model(policy, name, digests, url, served.weight_version)
     if not (Path(source) / CHECKPOINTS).is_dir():

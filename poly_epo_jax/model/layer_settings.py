@@ -11,8 +11,8 @@ from typing import Any
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.rope import Rope, read_rope, write_rope
 
+# Maximum number of layers, and of experts of a layer. Larger numbers would take minutes to process.
 MAX_STACKED = 2048
-"""Maximum number of layers, and of experts of a layer. Larger numbers would take minutes to process."""
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 

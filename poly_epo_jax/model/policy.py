@@ -30,8 +30,8 @@ from poly_epo_jax.tasks.verifier import Grader, Outcome, Verifier
 from poly_epo_jax.types import Params
 
 NO_ADAPTER = LoraSection()
+# Limits of CPU time in seconds and of memory in GiB for rendering a short prompt.
 TEMPLATE_SECONDS, TEMPLATE_GB = 2.0, 1.0
-"""Limits of CPU time in seconds and of memory in GiB for rendering a short prompt."""
 
 
 @dataclasses.dataclass
@@ -177,8 +177,8 @@ def open_policy(
 @functools.cache
 def _renders(template: str, variables: str) -> bool:
     """Returns False if rendering a chat template exceeds a limit. Other errors occur when a prompt is rendered."""
-    script = Path(__file__).with_name("template_worker.py")
-    worker = Verifier(1, TEMPLATE_SECONDS, TEMPLATE_GB, Grader("jinja2", (str(script),), bool))
+    script = str(Path(__file__).with_name("template_worker.py"))
+    worker = Verifier(1, TEMPLATE_SECONDS, TEMPLATE_GB, Grader("jinja2", (script,), bool))
     outcome = worker.call(template, variables)
     worker.close()
     return outcome not in (Outcome.TIMED_OUT, Outcome.CRASHED)

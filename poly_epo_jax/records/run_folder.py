@@ -56,8 +56,6 @@ from poly_epo_jax.types import Clustering, Generation, GradedGroup
 CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"
 METRICS, TIMING, TIMELINE, GENERATIONS = "metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl"
 TENSORBOARD, CHECKPOINTS, POLICY, REPORT = "tensorboard", "checkpoints", "policy", "report"
-RUN = "run"
-"""Kind of the folder, see system/output_folder.py."""
 
 GENERATION: Columns = {
     "problem": str,  # id
@@ -244,7 +242,7 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         with writing(folder):
-            held.enter_context(claim_folder(folder, RUN, is_known=bool(checkpoint_steps(folder))))
+            held.enter_context(claim_folder(folder, "run", is_known=bool(checkpoint_steps(folder))))
         yield
 
 

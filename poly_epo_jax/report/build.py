@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
-from poly_epo_jax.report.document import POLICY, asset, document, write_text
+from poly_epo_jax.report.document import POLICY, asset, document
 from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
@@ -23,10 +23,10 @@ from poly_epo_jax.report.page import (
 )
 from poly_epo_jax.report.rollout_trees import Rollouts, plot_rollout_trees
 from poly_epo_jax.report.settings import settings_section
+from poly_epo_jax.system.json_files import replace_file
 from poly_epo_jax.system.output_folder import check_output, starts_with
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-PAGE = "report.html"
 MAX_GENERATION_BYTES = 8_000_000
 TREE_ROLLOUTS = 12
 
@@ -98,7 +98,8 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     timelines = {label: run.timeline for label, run in runs.items()}
     tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
     line_styles = figures.styles(list(dict.fromkeys([*runs, *model_labels(evaluations)])))
-    _create(output)
+    page = output / "report.html"
+    _create(page)
     drawn = _draw_figures(metrics, results, tree_title, trees, line_styles)
     drawn["timeline"] = timeline_figures.plot_timeline(timelines)
 
@@ -116,22 +117,23 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         "<footer class='muted'>All figures are also available as PNG and PDF files next to this page.</footer>",
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
-    page = output / PAGE
     title = " · ".join([*evaluations, *(run.folder.resolve().name for run in runs.values())])
-    write_text(page, document(title, "\n".join(body), data))  # first, because it identifies the folder of a report
+    replace_file(page, [document(title, "\n".join(body), data)])  # first, because it identifies the folder of a report
     for name, figure in drawn.items():
         if figure is not None:
             figures.save(figure, output, name)
     return page
 
 
-def _create(output: Path) -> None:
-    check_output(output, "report", is_known=starts_with(output / PAGE, re.escape(POLICY)))
+def _create(page: Path) -> None:
+    check_output(page.parent, "report", is_known=starts_with(page, re.escape(POLICY)))
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        page.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(f"The report folder {output} cannot be created ({reason}); choose another --output.") from error
+        raise OSError(
+            f"The report folder {page.parent} cannot be created ({reason}); choose another --output."
+        ) from error
 
 
 def _figure_sections(

@@ -11,18 +11,16 @@ import importlib.resources
 import json
 import string
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.metrics.intervals import interval_text
-from poly_epo_jax.system.json_files import replace_file
 
+# Beginning of the Content-Security-Policy, which identifies the pages of this package.
 POLICY = "default-src 'none'; img-src data:; style-src 'sha256-"
-"""Beginning of the Content-Security-Policy, which identifies the pages of this package."""
 
 
-def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
-    """Returns the HTML text of a page.
+def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> bytes:
+    """Returns a page as UTF-8. Lone surrogates become question marks.
 
     Args:
       title: Title of the page, as plain text.
@@ -36,14 +34,11 @@ def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> st
         # "<" could end the script element. In JSON it only occurs in strings, where \u003c is equivalent.
         content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
         scripts = f'<script type="application/json" id="data">{content}</script>\n<script>{script}</script>'
-    return string.Template(asset("page.html.template")).substitute(
-        title=html.escape(title), policy=policy, style=style, body=body, scripts=scripts
+    return (
+        string.Template(asset("page.html.template"))
+        .substitute(title=html.escape(title), policy=policy, style=style, body=body, scripts=scripts)
+        .encode(errors="replace")
     )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a text file. Lone surrogates, which UTF-8 cannot encode, become question marks."""
-    replace_file(path, [text.encode(errors="replace")])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

@@ -61,7 +61,7 @@ def check_resume_config(workdir: Path, config: Config) -> None:
       ConfigError: If the saved configuration has other keys, or other values of keys that must not change, if files of
         the run are missing, or if the run has completed more steps than configured.
     """
-    check_output(workdir, run_folder.RUN, is_known=bool(run_folder.checkpoint_steps(workdir)))
+    check_output(workdir, "run", is_known=bool(run_folder.checkpoint_steps(workdir)))
     saved = run_folder.resumable_config(workdir)
     if saved is None:
         return

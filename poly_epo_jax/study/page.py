@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report.document import document, markdown_table, table, text_table, write_text
+from poly_epo_jax.report.document import document, markdown_table, table, text_table
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics, image, save
 from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.study import figures
@@ -16,6 +16,7 @@ from poly_epo_jax.study.frontier import plot_frontier
 from poly_epo_jax.study.pass_at_k import plot_pass_at_k
 from poly_epo_jax.study.results import StudyResults, read_results
 from poly_epo_jax.study.tables import Table, pass_at_k_tables, result_tables
+from poly_epo_jax.system.json_files import replace_file
 
 INTERVAL_NOTE = (
     "Means over training seeds, with 95% confidence intervals (Student's t) in brackets. Differences from {baseline} "
@@ -57,8 +58,8 @@ def write_study_report(folder: Path) -> Path:
     page.parent.mkdir(parents=True, exist_ok=True)
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
-    write_text(page, document(title, body))
-    write_text(page.parent / "tables.md", markdown(results))
+    replace_file(page, [document(title, body)])
+    replace_file(page.parent / "tables.md", [markdown(results).encode(errors="replace")])
     for task in results.tasks:
         for name, figure in {
             "frontier": plot_frontier(results, task),

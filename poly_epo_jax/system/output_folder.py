@@ -47,16 +47,12 @@ def check_output(folder: Path, kind: str, is_known: bool = False) -> None:
       ValueError: If the folder contains other files or links.
     """
     names = sorted({*os.listdir(folder)} - {LOCK}) if folder.is_dir() else []
-    if names and not is_known and not has_lock(folder, kind):
+    # Lock files of earlier versions do not contain the kind.
+    if names and not is_known and not starts_with(folder / LOCK, rf"\Aprocess \d+ on \S+( \({kind}\)|\Z)"):
         raise ValueError(
             f"{folder} contains {names[0]!r}, but no {kind} of this package; choose a new or empty folder."
         )
     check_contents(folder)
-
-
-def has_lock(folder: Path, kind: str) -> bool:
-    """Returns True if a folder contains the lock file of this kind, or of an earlier version, which has no kind."""
-    return starts_with(folder / LOCK, rf"\Aprocess \d+ on \S+( \({kind}\)|\Z)")
 
 
 def starts_with(path: Path, pattern: str) -> bool:
@@ -80,9 +76,9 @@ def check_contents(folder: Path, targets: Sequence[Path] = ()) -> None:
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
             with contextlib.suppress(FileNotFoundError):  # deleted by a run in progress
+                real = Path(os.path.realpath(path))
                 is_plain = stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR)
-                target = Path(os.path.realpath(path))
-                if not is_plain and not (target.is_file() and any(map(target.is_relative_to, targets))):
+                if not is_plain and not (real.is_file() and any(map(real.is_relative_to, targets))):
                     raise ValueError(
                         f"{path} is a link or a special file, which is not supported in this folder, because it may "
                         "lead to files elsewhere; replace it with a copy of its content, or delete it."

@@ -95,7 +95,7 @@ def test_a_strategy_that_cannot_be_compared_is_rejected():
         def strategy(self, problem, generation):
             return generation.text.split()
 
-    with pytest.raises(ValueError, match=r"(?s)Listed\.strategy .* problem p .*; return a string"):
+    with pytest.raises(ValueError, match=r"(?s)Listed\.strategy .* problem 'p' .*; return a string"):
         cluster(ExactJudge(Listed()), ["a b"])
 
 
