@@ -225,17 +225,11 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
                 f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server, or "
                 "set --config.rollouts.name=vllm for a vLLM server."
             ) from error
-        if not config.model.path:  # a folder that the server names could contain anything
-            raise ConfigError(
-                f"--models={url} requires a tokenizer; set --config.model.path to the folder or Hub name of its model. "
-                f"The server names {served.tokenizer_path}."
-            )
+        named = f"{url} names the tokenizer {served.tokenizer_path}"  # whose folder could contain anything
+        if not config.model.path:
+            raise ConfigError(f"{named}; set --config.model.path to a folder or Hub name with this tokenizer.")
         if config.model.path != served.tokenizer_path:
-            print(
-                f"Warning: {url} names the tokenizer {served.tokenizer_path}; model.path={config.model.path} is used, "
-                "and must contain the same tokenizer.",
-                file=sys.stderr,
-            )
+            print(f"Warning: {named}, but model.path={config.model.path} is used; check them.", file=sys.stderr)
         policy = open_policy(find_model(config.model.path), config.model)
         name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}
         return label, Model(policy, name, digests, url, served.weight_version)
