@@ -70,8 +70,8 @@ def model_files(folder: Path) -> list[Path]:
         other special files, which could block reads, or if a file is a Git LFS pointer.
     """
     real = folder.resolve()
-    blobs = real.parent.parent / "blobs"  # of the folder snapshots/REVISION in a cache in another place
-    check_contents(folder, [real, Path(HF_HUB_CACHE).resolve(), blobs])
+    # A folder snapshots/REVISION of a cache links to the folder blobs, also if the cache is in another place.
+    check_contents(folder, [real, real.parent.parent / "blobs", Path(HF_HUB_CACHE).resolve()])
     files = sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern))
     for file in files:
         check_downloaded(file)

@@ -13,7 +13,6 @@ VARIABLES = {
     "eos_token": "",
     "strftime_now": str,
 }
-GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag that only transformers defines
 
 
 def open_grader() -> Callable[[str, str], bool]:
@@ -23,7 +22,8 @@ def open_grader() -> Callable[[str, str], bool]:
     )
 
     def render(template: str, variables: str) -> bool:
-        environment.from_string(GENERATION.sub("", template)).render(VARIABLES | json.loads(variables))
+        plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag that only transformers defines
+        environment.from_string(plain).render(VARIABLES | json.loads(variables))
         return True
 
     return render

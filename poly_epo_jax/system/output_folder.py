@@ -78,7 +78,7 @@ def check_contents(folder: Path, targets: Sequence[Path] = ()) -> None:
             with contextlib.suppress(FileNotFoundError):  # deleted by a run in progress
                 real = Path(os.path.realpath(path))
                 is_plain = stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR)
-                if not is_plain and not (real.is_file() and any(map(real.is_relative_to, targets))):
+                if not is_plain and not ((real.is_file() or real.is_dir()) and any(map(real.is_relative_to, targets))):
                     raise ValueError(
                         f"{path} is a link or a special file, which is not supported in this folder, because it may "
                         "lead to files elsewhere; replace it with a copy of its content, or delete it."
