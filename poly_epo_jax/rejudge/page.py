@@ -13,7 +13,7 @@ from poly_epo_jax.report.build import MAX_GENERATION_BYTES
 from poly_epo_jax.report.document import asset, document, interval_cell, table, text_table
 from poly_epo_jax.report.generations import bound, collect
 from poly_epo_jax.report.page import metric_list
-from poly_epo_jax.system.json_files import Row
+from poly_epo_jax.system.json_files import Row, replace_file
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 
@@ -61,8 +61,7 @@ def write_page(
         asset("browser.html"),
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
-    page = document(f"Judges: {', '.join(results['judges'])}", "\n".join(body), data)
-    path.write_text(page, encoding="utf-8", errors="replace")
+    replace_file(path, [document(f"Judges: {', '.join(results['judges'])}", "\n".join(body), data)])
 
 
 def _judges_section(judges: Mapping[str, Any], timings: Mapping[str, Mapping[str, float]]) -> str:
