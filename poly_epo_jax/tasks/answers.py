@@ -5,6 +5,7 @@ import json
 import math
 import re
 import unicodedata
+from decimal import Decimal
 from typing import Any
 
 MAX_ANSWER_LENGTH = 2_000
@@ -133,8 +134,10 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
             text = value.rpartition(marker)[2].strip() if marker in value else ""
         case None:
             text = ""
-        case _:
+        case str() | int() | float() | Decimal():
             text = "" if value != value else str(value)
+        case _:  # such as bytes, a date or a duration, whose representation in Python no response would contain
+            return "", "unusable_answer"
     word = visible(text).strip().lower()
     if word in ("", "notfound", "nan", "null"):
         return "", "no_answer"
