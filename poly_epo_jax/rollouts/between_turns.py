@@ -4,7 +4,6 @@ For chat messages, the text comes from the chat template: a dummy conversation i
 dummy's answer is taken. The turns of the policy are therefore never encoded again.
 """
 
-import itertools
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.rollouts.prompts import BREAK, added_tokens, break_control_tokens, render_chat
+from poly_epo_jax.rollouts.text_encoding import encode_continuation, encode_texts, recognizes
 from poly_epo_jax.types import Interactive, Problem, Task
 
 _QUESTION = {"role": "user", "content": "question"}
@@ -39,11 +39,16 @@ def encode_between(
       The tokens [L], int32.
 
     Raises:
-      ValueError: If the chat template raises an error or omits a message, or if a token is not in the embedding.
+      ValueError: If the chat template raises an error or omits a message, if the tokenizer cannot encode a character,
+        or if a token is not in the embedding.
     """
     text = _chat_text_between(tokenizer, reply).removeprefix(stop_text) if chat else reply
-    pieces = tokenizer(text.split(BREAK) if chat else [text], add_special_tokens=False)["input_ids"]
-    ids = np.array([*itertools.chain(*pieces)], np.int32)
+    first, *others = text.split(BREAK) if chat else [text]
+    added = added_tokens(tokenizer)
+    tokens = encode_continuation(tokenizer, first, added, stop_text)
+    for other in others:
+        tokens += encode_continuation(tokenizer, other, added)
+    ids = np.array(tokens, np.int32)
     check_embedded(tokenizer, ids, vocab_size)
     return ids
 
@@ -62,16 +67,21 @@ def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:
 def warn_about_turns(
     tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], task: Task, problems: Sequence[Problem]
 ) -> None:
-    """Prints a warning to stderr for each property of a chat template that affects chats of several turns.
+    """Checks the tokens between turns, and prints warnings about chat templates that affect chats of several turns.
 
     Args:
       tokenizer: Tokenizer of the policy.
       stop_ids: Tokens that end a turn of the policy.
-      task: The task. Only interactive tasks with chat messages cause warnings.
+      task: The task. Only interactive tasks with chat messages are checked.
       problems: Problems of the task.
+
+    Raises:
+      ValueError: If the tokens of the text between two turns differ from its tokens in the complete conversation, or if
+        the tokenizer cannot encode the names of its control tokens as plain text.
     """
     if not isinstance(task, Interactive) or not any(problem.chat for problem in problems):
         return
+    _check_tokens(tokenizer, stop_ids)
     if rewrites_history(tokenizer):
         print(
             "Warning: The chat template changes earlier turns of the policy when a message follows, for example by "
@@ -86,6 +96,24 @@ def warn_about_turns(
             "tokens, so the policy may write the next message itself; add it to model.stop_strings.",
             file=sys.stderr,
         )
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+    """Compares the tokens after each stop token that is a control token with the tokens of the conversation."""
+    added = added_tokens(tokenizer)
+    stops = {stop: str(tokenizer.decode([stop])) for stop in stop_ids}
+    for stop, text in stops.items():
+        if not recognizes(tokenizer, text, added):
+            continue
+        encode_between(tokenizer, " ".join(added), True, text, sys.maxsize)
+        ids = encode_between(tokenizer, "message", True, text, sys.maxsize).tolist()
+        between = _chat_text_between(tokenizer, "message").removeprefix(text)
+        (whole,) = encode_texts(tokenizer, [render_chat(tokenizer, [_QUESTION]) + _ANSWER + text + between])
+        if whole[-len(ids) - 1 :] != [stop, *ids]:
+            raise ValueError(
+                f"The policy's tokenizer encodes the text after the stop token {text!r} of a turn differently from the "
+                "same text in the complete chat; use another tokenizer or chat template, or plain prompts."
+            )
 
 
 def _chat_text_between(tokenizer: PreTrainedTokenizerBase, content: str) -> str:

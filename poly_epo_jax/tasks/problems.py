@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from poly_epo_jax.system.git_lfs import check_downloaded
+from poly_epo_jax.system.text import SURROGATE
 from poly_epo_jax.tasks.answers import reference_answer
 from poly_epo_jax.types import Problem
 
@@ -169,7 +170,6 @@ def _plain_value(value: Any, kind: Any) -> Any:
     return value
 
 
-SURROGATE = re.compile("[\ud800-\udfff]")
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by save_to_disk of a dataset, and of several splits
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
