@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES, VISION_WRAPPERS, Architecture, Weight
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import language_tensors, new_folder, open_tensors, write_tensors, write_tokenizer
+from poly_epo_jax.model.hf_files import language_tensor_names, new_folder, open_tensors, write_tensors, write_tokenizer
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
 from poly_epo_jax.model.rope import Yarn, check_setting
 from poly_epo_jax.model.transformer import abstract_model, declared_weights, param_shapes
@@ -120,7 +120,8 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
         embeddings differs from the embedding.
     """
     config = without_adapter(config)
-    tensors, source = _tensors(config), language_tensors(open_tensors(_folder(path)))
+    tensors, opened = _tensors(config), open_tensors(_folder(path))
+    source = {name: opened[written] for name, written in language_tensor_names(opened).items()}
     _check_tensors(path, config, tensors, source)
 
     def load(key_path, leaf, sharding=None):
