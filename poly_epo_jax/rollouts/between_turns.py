@@ -4,6 +4,7 @@ For chat messages, the text comes from the chat template: a dummy conversation i
 dummy's answer is taken. The turns of the policy are therefore never encoded again.
 """
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -12,8 +13,8 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
-from poly_epo_jax.rollouts.prompts import BREAK, added_tokens, break_control_tokens, render_chat
-from poly_epo_jax.rollouts.text_encoding import encode_continuation, encode_texts, recognizes
+from poly_epo_jax.rollouts.prompts import BREAK, break_control_tokens, render_chat
+from poly_epo_jax.rollouts.text_encoding import added_tokens, encode_continuation, encode_texts
 from poly_epo_jax.types import Interactive, Problem, Task
 
 _QUESTION = {"role": "user", "content": "question"}
@@ -44,11 +45,8 @@ def encode_between(
     """
     text = _chat_text_between(tokenizer, reply).removeprefix(stop_text) if chat else reply
     first, *others = text.split(BREAK) if chat else [text]
-    added = added_tokens(tokenizer)
-    tokens = encode_continuation(tokenizer, first, added, stop_text)
-    for other in others:
-        tokens += encode_continuation(tokenizer, other, added)
-    ids = np.array(tokens, np.int32)
+    continued = itertools.chain(*(encode_continuation(tokenizer, other) for other in others))
+    ids = np.array([*encode_continuation(tokenizer, first, stop_text), *continued], np.int32)
     check_embedded(tokenizer, ids, vocab_size)
     return ids
 
@@ -100,20 +98,17 @@ def warn_about_turns(
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
     """Compares the tokens after each stop token that is a control token with the tokens of the conversation."""
-    added = added_tokens(tokenizer)
-    stops = {stop: str(tokenizer.decode([stop])) for stop in stop_ids}
-    for stop, text in stops.items():
-        if not recognizes(tokenizer, text, added):
-            continue
-        encode_between(tokenizer, " ".join(added), True, text, sys.maxsize)
-        ids = encode_between(tokenizer, "message", True, text, sys.maxsize).tolist()
-        between = _chat_text_between(tokenizer, "message").removeprefix(text)
-        (whole,) = encode_texts(tokenizer, [render_chat(tokenizer, [_QUESTION]) + _ANSWER + text + between])
-        if whole[-len(ids) - 1 :] != [stop, *ids]:
-            raise ValueError(
-                f"The policy's tokenizer encodes the text after the stop token {text!r} of a turn differently from the "
-                "same text in the complete chat; use another tokenizer or chat template, or plain prompts."
-            )
+    added, after = added_tokens(tokenizer), _chat_text_between(tokenizer, "message")
+    for stop in () if tokenizer.split_special_tokens else stop_ids:
+        if (text := str(tokenizer.decode([stop]))) in added:
+            chat = render_chat(tokenizer, [_QUESTION]) + _ANSWER + text + after.removeprefix(text)
+            ids = encode_between(tokenizer, "message", True, text, sys.maxsize)
+            if encode_texts(tokenizer, [chat])[0][-len(ids) - 1 :] != [stop, *ids]:
+                raise ValueError(
+                    f"The policy's tokenizer encodes the text after the stop token {text!r} of a turn differently from "
+                    "the same text in the complete chat; use another tokenizer or chat template, or plain prompts."
+                )
+    encode_between(tokenizer, " ".join(added), True, "", sys.maxsize)
 
 
 def _chat_text_between(tokenizer: PreTrainedTokenizerBase, content: str) -> str:

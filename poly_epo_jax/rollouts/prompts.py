@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
-from poly_epo_jax.rollouts.text_encoding import encode_continuation, encode_texts
+from poly_epo_jax.rollouts.text_encoding import added_tokens, encode_continuation, encode_texts
 from poly_epo_jax.system.text import SURROGATE, first_line
 from poly_epo_jax.types import Problem
 
@@ -61,7 +61,7 @@ def encode_prompts(
     prompts = []
     beginnings = encode_texts(tokenizer, [texts[0] for texts in pieces])
     for problem, beginning, texts in zip(problems, beginnings, pieces, strict=True):
-        ids = [*beginning, *itertools.chain(*(encode_continuation(tokenizer, text, added) for text in texts[1:]))]
+        ids = [*beginning, *itertools.chain(*(encode_continuation(tokenizer, text) for text in texts[1:]))]
         prompts.append(np.asarray(ids if problem.chat or ids[:1] == bos else bos + ids, np.int32))
     check_embedded(tokenizer, np.concatenate(prompts), vocab_size)
     return prompts
@@ -88,11 +88,6 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
             )
     untrusted = break_control_tokens(untrusted, added, chat if problem.chat else before + after)
     return _chat_text(tokenizer, untrusted, problem.tools) if problem.chat else before + untrusted + after
-
-
-def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Returns whether each added token is special, keyed by the text of the token. Omits single characters."""
-    return {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1}
 
 
 def break_control_tokens(untrusted: str, added: Mapping[str, bool], trusted: str) -> str:

@@ -1,11 +1,8 @@
 """Encodes texts that continue other texts, and replaces characters that a tokenizer cannot encode."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
-
-_ORDINARY = (".", "a", "0", "\n")
-"""Texts before a continuation, for tokenizers that also prepend a blank after control tokens."""
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -33,6 +30,44 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
         ) from error
 
 
+def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, before: str = "") -> list[int]:
+    """Encodes a text that continues another text.
+
+    Some tokenizers prepend a blank to each text (Mistral 7B v0.1), or also to the text after each control token. They
+    encode the text after another text, whose tokens are removed.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      text: The text.
+      before: Text of the token before `text`. If empty, `text` continues ordinary text, without a blank.
+
+    Returns:
+      The token ids.
+
+    Raises:
+      ValueError: If the tokenizer prepends a blank after all texts that were tried.
+    """
+    alone, twice = encode_texts(tokenizer, [text, text * 2])
+    shown = "".join(tokenizer.convert_ids_to_tokens(alone))
+    if shown * 2 == "".join(tokenizer.convert_ids_to_tokens(twice)):
+        return alone
+    for other in filter(None, (before, *added_tokens(tokenizer), ".", "a", "0", "\n")):
+        head, whole = encode_texts(tokenizer, [other, other + text])
+        ids = whole[len(head) :]
+        is_continued = ids and whole[: len(head)] == head
+        if is_continued and (other == before or "".join(tokenizer.convert_ids_to_tokens(ids)) == shown[1:]):
+            return ids
+    raise ValueError(
+        f"The policy's tokenizer prepends a blank to {text[:40]!r} within a text; use a tokenizer with "
+        "add_prefix_space=false."
+    )
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Returns whether each added token is special, keyed by the text of the token. Omits single characters."""
+    return {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1}
+
+
 def replace_unencodable(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, int]:
     """Replaces the characters that a tokenizer cannot encode, such as lone surrogates, with U+FFFD.
 
@@ -52,56 +87,11 @@ def replace_unencodable(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[
     return "".join(replacement if char in missing else char for char in text), sum(char in missing for char in text)
 
 
-def encode_continuation(
-    tokenizer: PreTrainedTokenizerBase, text: str, control_tokens: Collection[str], before: str = ""
-) -> list[int]:
-    """Encodes a text that continues another text, without the blank that some tokenizers prepend to every text.
-
-    Args:
-      tokenizer: Tokenizer of the policy.
-      text: The text.
-      control_tokens: Texts of the tokenizer's control tokens.
-      before: Text directly before `text`. It is only used if it is a control token that the tokenizer recognizes.
-
-    Returns:
-      The token ids.
-
-    Raises:
-      ValueError: If the tokenizer prepends a blank, and none of the texts before the continuation prevents it.
-    """
-    if recognizes(tokenizer, before, control_tokens) and (ids := _encode_after(tokenizer, before, text)) is not None:
-        return ids
-    alone, twice = encode_texts(tokenizer, [text, text * 2])
-    shown = "".join(tokenizer.convert_ids_to_tokens(alone))
-    if shown * 2 == "".join(tokenizer.convert_ids_to_tokens(twice)):
-        return alone
-    for other in (*control_tokens, *_ORDINARY):
-        ids = _encode_after(tokenizer, other, text)
-        if ids and "".join(tokenizer.convert_ids_to_tokens(ids)) == shown[1:]:
-            return ids
-    raise ValueError(
-        f"The policy's tokenizer prepends a blank to {text[:40]!r} within a text; use a tokenizer with "
-        "add_prefix_space=false."
-    )
-
-
-def recognizes(tokenizer: PreTrainedTokenizerBase, text: str, control_tokens: Collection[str]) -> bool:
-    """Returns True if a text is a control token, and the tokenizer encodes it as this token."""
-    return text in control_tokens and not tokenizer.split_special_tokens
-
-
-def _encode_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int] | None:
-    """Encodes a text that follows another text. Returns None if a token contains characters of both texts."""
-    head, ids = encode_texts(tokenizer, [before, before + text])
-    return ids[len(head) :] if ids[: len(head)] == head else None
-
-
 def _can_encode(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     try:
-        tokenizer(text)
+        return bool(tokenizer(text))
     except Exception:  # `tokenizers` raises `TypeError` for lone surrogates, and `Exception` for unknown characters.
         return False
-    return True
 
 
 def _unencodable(tokenizer: PreTrainedTokenizerBase, text: str) -> set[str]:

@@ -135,7 +135,7 @@ def base_policy_folder(base: BaseSection, section: TaskSection, task: Task) -> P
     problems = _demonstrated_problems(task)
     drawn = [_draw(task, problems, rng, style, KEYED_DEMONSTRATIONS) for style in _styles(base)]
     texts = [problem.prompt for problem in (*task.train_problems, *task.held_out_problems)]
-    texts += ["".join(demonstration) for _, demonstrations in drawn for demonstration in demonstrations]
+    texts += ["".join(text) for _, drawn_texts in drawn for text in drawn_texts]
     if missing := sorted(set().union(*texts) - set(task.alphabet)):
         raise ValueError(
             f"{type(task).__name__}.alphabet lacks {', '.join(map(repr, missing[:20]))}, which prompts or "

@@ -87,13 +87,13 @@ def visible(text: str) -> str:
     if text.isascii():
         return text
     kept = []
-    for character in unicodedata.normalize("NFC", text):
+    for character in text:
         category = unicodedata.category(character)
         if category == "Zs":
             kept.append(" ")
         elif category != "Cf" or unicodedata.bidirectional(character) in REORDERING:
             kept.append(character)
-    return "".join(kept)
+    return unicodedata.normalize("NFC", "".join(kept))
 
 
 def last_boxed(text: str) -> str | None:

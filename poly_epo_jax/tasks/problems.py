@@ -1,18 +1,17 @@
 """Reads problems with verifiable answers from files or Hugging Face datasets, and removes unusable problems."""
 
 import collections
-import contextlib
 import dataclasses
 import json
 import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.text import SURROGATE
-from poly_epo_jax.tasks.answers import reference_answer
+from poly_epo_jax.tasks.answers import reference_answer, visible
+from poly_epo_jax.tasks.arrow_rows import table_rows
 from poly_epo_jax.types import Problem
 
 SLOT = "{problem}"
@@ -116,7 +115,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        return _table_rows(pyarrow.parquet.read_table(path))
+        return table_rows(pyarrow.parquet.read_table(path))
     except pyarrow.ArrowException as error:
         raise ValueError(f"Failed to read {path} as Parquet: {error}") from None
 
@@ -136,38 +135,7 @@ def _read_data_set(source: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
         ) from None
-    return _table_rows(data_set.with_format("arrow")[:])
-
-
-def _table_rows(table: Any) -> list[dict[str, Any]]:
-    columns = {}
-    for field, column in zip(table.schema, table.columns, strict=True):
-        columns[field.name] = column.to_pylist()
-        if re.search("float|binary", str(field.type)):  # includes "halffloat" and nested types, but not "double"
-            columns[field.name] = [_plain_value(value, field.type) for value in columns[field.name]]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _plain_value(value: Any, kind: Any) -> Any:
-    """Decodes the text in a value of an Arrow type, and rounds its numbers to the fewest digits that identify them."""
-    import pyarrow
-
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return _plain_value(value, kind.storage_type)
-    if value is None:
-        return None
-    if pyarrow.types.is_floating(kind):
-        return float(str(kind.to_pandas_dtype()(value)))
-    if pyarrow.types.is_struct(kind):
-        return {field.name: _plain_value(value[field.name], field.type) for field in kind}
-    if pyarrow.types.is_map(kind):
-        return [(_plain_value(key, kind.key_type), _plain_value(item, kind.item_type)) for key, item in value]
-    if isinstance(value, list):
-        return [_plain_value(item, kind.value_type) for item in value]
-    if isinstance(value, bytes):
-        with contextlib.suppress(UnicodeDecodeError):
-            return value.decode()
-    return value
+    return table_rows(data_set.with_format("arrow")[:])
 
 
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by save_to_disk of a dataset, and of several splits
@@ -282,15 +250,12 @@ def _agree(first: Problem, *copies: Problem, same_answer: Callable[[Problem, str
 
 
 def canonical_text(text: str) -> str:
-    """Returns a text in the form in which problems are compared.
+    """Returns a text in the form in which problems are compared: composed, and without invisible characters.
 
-    The text is composed (Unicode NFC) and has no invisible characters (category Cf). Blanks between letters or digits
-    are one space, because "1 1/2" is not "11/2". Other blanks are removed, because `x = 1` is often written `x=1`.
+    Blanks between letters or digits are one space, because "1 1/2" is not "11/2". Other blanks are removed, because
+    `x = 1` is often written `x=1`.
     """
-    if not text.isascii():
-        shown = "".join(character for character in text if unicodedata.category(character) != "Cf")
-        text = unicodedata.normalize("NFC", shown)
-    return BLANK_AT_SYMBOL.sub("", " ".join(text.split()))
+    return BLANK_AT_SYMBOL.sub("", " ".join(visible(text).split()))
 
 
 def check_template(template: str) -> None:

@@ -126,12 +126,9 @@ def _run(call: ToolCall, tools: Mapping[str, Callable[..., str]]) -> str:
     tool = tools[call.name]
     try:
         inspect.signature(tool).bind(**call.arguments)
-    except TypeError as error:
-        raise ValueError(f"wrong arguments for {call.name}: {error}.") from error
-    try:
         return tool(**call.arguments)
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{call.name} does not accept the types or sizes of these arguments: {error}.") from error
+        raise ValueError(f"wrong arguments for {call.name}: {error}.") from error
 
 
 def format_tool_responses(results: Sequence[str]) -> str:

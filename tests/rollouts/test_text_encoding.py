@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from fakes import Scripted, Talking, collect
 from metaspace import BLANK, LINES, MISTRAL, metaspace
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from poly_epo_jax.rollouts import between_turns
 from poly_epo_jax.rollouts.between_turns import encode_between, warn_about_turns
@@ -41,12 +41,17 @@ def test_prompt_answer_and_text_between_turns_are_the_conversation(scheme: str, 
     warn_about_turns(tokenizer, [END], Talking(), CHATS)
 
 
-def test_spaces_that_a_stop_token_absorbs_are_not_encoded():
+def test_spaces_that_a_stop_token_absorbs_are_not_encoded_or_refused():
     """Phi-3's tokens that end messages remove the spaces after them."""
-    tokenizer = metaspace("first", LINES)
-    tokenizer.add_special_tokens({"eos_token": AddedToken("</s>", rstrip=True, special=True)})
-    ids = encode_between(tokenizer, "no", True, "</s>", LARGE).tolist()
-    assert whole(tokenizer, "hi", "no", "no")[-len(ids) - 1 :] == [END, *ids]
+    for scheme in ("first", "never"):
+        tokenizer = metaspace(scheme, LINES)
+        tokenizer.add_special_tokens({"eos_token": AddedToken("</s>", rstrip=True, special=True)})
+        if scheme == "first":
+            ids = encode_between(tokenizer, "no", True, "</s>", LARGE).tolist()
+            assert whole(tokenizer, "hi", "no", "no")[-len(ids) - 1 :] == [END, *ids]
+            continue
+        with pytest.raises(ValueError, match="differently from the same text in the complete chat"):
+            warn_about_turns(tokenizer, [END], Talking(), CHATS)
 
 
 @pytest.mark.parametrize(("scheme", "expected"), [("first", "no"), ("always", f"{BLANK}no"), ("never", "no")])
