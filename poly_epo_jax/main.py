@@ -46,7 +46,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import ProblemOrder, drop_long_prompts
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import Prepared, prepare, use_compilation_cache
+from poly_epo_jax.startup.prepare import Prepared, configure_compiler, prepare
 from poly_epo_jax.startup.resume_checks import (
     check_resume_config,
     check_resume_inputs,
@@ -85,7 +85,7 @@ def run(config: Config) -> None:
         hosts.join(config.hosts)
         find_devices()
         hosts.run_on_first(lambda: check_loggers(config.log.projects))
-        use_compilation_cache(config)
+        configure_compiler(config)
         check_resume_config(workdir, config)
         prepared = hosts.run_on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Shaped, UInt32
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.config.keys import AlgoSection, ConfigError
+from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.registry import Range, Registry
 from poly_epo_jax.rollouts.groups import generation_seeds
 from poly_epo_jax.system.text import first_line
@@ -94,7 +95,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
     """
     estimator = make_estimator(algo)
 
-    @jax.jit
+    @Jit
     def compiled(word: UInt32[jax.Array, ""], features: Features) -> jax.Array:
         return estimator.advantages(jax.random.fold_in(jax.random.key(seed), word), features)
 
@@ -119,7 +120,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
                 )
             if not np.isfinite(values).all():
                 raise ValueError(
-                    f"{estimator.title} computed a non-finite advantage for problem {problem.id} of step {step}; "
+                    f"{estimator.title} computed a non-finite advantage for problem {problem.id!r} of step {step}; "
                     "correct the function of algo.advantages or algo.objective, or its options."
                 )
             rows.append(values)
@@ -136,13 +137,13 @@ def check_estimator(algo: AlgoSection, num_generations: int) -> None:
     Raises:
       ConfigError: If the code of a user raises an exception.
     """
-    estimator, kinds = (
-        make_estimator(algo),
-        dict.fromkeys(OWN_FEATURES, np.float32) | dict.fromkeys(_INTEGERS, np.int32),
-    )
-    if not set(estimator.reads) <= kinds.keys():
+    estimator = make_estimator(algo)
+    if not set(estimator.reads) <= {*OWN_FEATURES, "clusters"}:
         return
-    features = {name: jax.ShapeDtypeStruct((1, num_generations), kinds[name]) for name in estimator.reads}
+    features = {
+        name: jax.ShapeDtypeStruct((1, num_generations), np.int32 if name in _INTEGERS else np.float32)
+        for name in estimator.reads
+    }
     try:
         jax.eval_shape(estimator.advantages, jax.random.key(0), features)
     except Exception as error:
