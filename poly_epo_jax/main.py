@@ -119,8 +119,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
     rollouts = Rollouts(sampler, policy.tokenizer, task, *limits, config.rollouts.turn_timeout_seconds)
-    if hosts.is_first():
-        warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems)
+    hosts.run_on_first(lambda: warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems))
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
         experience=Experience(

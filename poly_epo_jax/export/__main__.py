@@ -18,11 +18,12 @@ from pathlib import Path
 from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.export.model_card import model_card
 from poly_epo_jax.model import hf
+from poly_epo_jax.model.hf_files import language_tensor_names, open_tensors
 from poly_epo_jax.model.peft import save_adapter
 from poly_epo_jax.model.stop_strings import control_tokens
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import read_config
-from poly_epo_jax.startup.trained_policy import base_name, open_trained_policy
+from poly_epo_jax.startup.trained_policy import base_folder, base_name, open_trained_policy
 from poly_epo_jax.system.signals import exit_code
 from poly_epo_jax.system.user_path import user_path
 
@@ -79,8 +80,8 @@ def export(
       FileNotFoundError: If the run has no checkpoint of this step, or its base policy is missing.
       FileExistsError: If `folder` already exists.
       CheckpointError: If the checkpoint is corrupted or, with `step=None`, if all checkpoints are corrupted.
-      ValueError: If `adapter` is True and the run has no adapter, or if another version of the package, with other
-        configuration keys, trained the run.
+      ValueError: If `adapter` is True and the run has no adapter or the base policy lacks an adapted weight, or if
+        another version of the package, with other configuration keys, trained the run.
     """
     policy, params, found = open_trained_policy(run, ModelSection(), make_mesh(1, 1, 1), step, base)
     if adapter and not policy.config.lora_targets:
@@ -89,7 +90,8 @@ def export(
     control = {} if adapter else control_tokens(policy.tokenizer, strings)
     card = model_card(run, found, [string for string in strings if string not in control])
     if adapter:
-        save_adapter(folder, params, policy.config, base_name(run, base), dtype, card)
+        names = language_tensor_names(open_tensors(base_folder(run, base)))
+        save_adapter(folder, params, policy.config, base_name(run, base), dtype, card, names)
         return
     pad_token_id = policy.tokenizer.pad_token_id
     assert isinstance(pad_token_id, int | None)

@@ -64,7 +64,7 @@ class ExactJudge:
 
 
 def _with_errors(ids: Int[np.ndarray, " N"], group: Group, rate: float) -> Clustering:
-    digest = hashlib.sha256(group.problem.id.encode())
+    digest = hashlib.sha256(group.problem.id.encode(errors="surrogatepass"))
     for generation in group.generations:
         digest.update(generation.token_ids.tobytes() + b";")
     random = np.random.default_rng(np.frombuffer(digest.digest(), np.uint32))

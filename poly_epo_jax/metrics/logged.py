@@ -356,6 +356,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Above 0: read the logs of the servers.",
             fallback=True,
         ),
+        "rollouts/replaced_characters": LoggedMetric(
+            "Replaced characters",
+            "Number of characters of prompts and replies that the tokenizer cannot encode, if there are any. They are "
+            "replaced with U+FFFD, or removed if the tokenizer cannot encode U+FFFD.",
+            "Above 0: correct the prompts, or the texts that the environment returns.",
+        ),
         "rollouts/bytes_proofs": LoggedMetric(
             "Updates proven by checksums",
             "Number of weight updates of servers that are proven by checksums of their tensors.",

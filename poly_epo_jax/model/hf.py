@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES, VISION_WRAPPERS, Architecture, Weight
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf_files import (
-    language_tensors,
+    language_tensor_names,
     model_files,
     new_folder,
     open_tensors,
@@ -128,7 +128,8 @@ def load_params(path: str | Path, config: ModelConfig, shardings: Params | None 
         embeddings differs from the embedding.
     """
     config = without_adapter(config)
-    tensors, source = _tensors(config), language_tensors(open_tensors(_folder(path)))
+    tensors, opened = _tensors(config), open_tensors(_folder(path))
+    source = {name: opened[written] for name, written in language_tensor_names(opened).items()}
     _check_tensors(path, config, tensors, source)
 
     def load(key_path, leaf, sharding=None):

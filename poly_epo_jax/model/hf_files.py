@@ -112,23 +112,23 @@ def open_tensors(folder: Path) -> dict[str, Any]:
     return {name: opened[file].get_slice(name) for name, file in sources.items()}
 
 
-def language_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of the language model by the names that they have without a vision model.
+def language_tensor_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns the names of the language model's tensors in a folder, by their names without a vision model.
 
     Args:
-      tensors: All tensors of a folder. If it contains a vision model, the names of the language model's tensors begin
-        with `language_model.` in transformers 4, and with `model.language_model.` in transformers 5. Tensors `mtp.`,
-        which predict further tokens in Qwen3.5, are omitted.
+      names: Names of all tensors of the folder. If it contains a vision model, the names of the language model's
+        tensors begin with `language_model.` in transformers 4, and with `model.language_model.` in transformers 5.
+        Tensors `mtp.`, which predict further tokens in Qwen3.5, are omitted.
     """
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
-    if not any("language_model." in name for name in tensors):
-        return tensors
+    names = [name for name in names if not name.startswith("mtp.")]
+    if not any("language_model." in name for name in names):
+        return {name: name for name in names}
     renamed = {
-        re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name): tensor
-        for name, tensor in tensors.items()
+        re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name): name
+        for name in names
         if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.", name)
     }
-    return {name.removeprefix("language_model."): tensor for name, tensor in renamed.items()}
+    return {name.removeprefix("language_model."): source for name, source in renamed.items()}
 
 
 def _files(index: Path) -> list[str]:

@@ -13,7 +13,8 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
-from poly_epo_jax.rollouts.prompts import BREAK, added_tokens, break_control_tokens, render_chat
+from poly_epo_jax.rollouts.prompts import BREAK, break_control_tokens, render_chat
+from poly_epo_jax.rollouts.text_encoding import added_tokens, encode_continuation, encode_texts
 from poly_epo_jax.types import Interactive, Problem, Task
 
 _QUESTION = {"role": "user", "content": "question"}
@@ -39,11 +40,13 @@ def encode_between(
       The tokens [L], int32.
 
     Raises:
-      ValueError: If the chat template raises an error or omits a message, or if a token is not in the embedding.
+      ValueError: If the chat template raises an error or omits a message, if the tokenizer cannot encode a character,
+        or if a token is not in the embedding.
     """
     text = _chat_text_between(tokenizer, reply).removeprefix(stop_text) if chat else reply
-    pieces = tokenizer(text.split(BREAK) if chat else [text], add_special_tokens=False)["input_ids"]
-    ids = np.array([*itertools.chain(*pieces)], np.int32)
+    first, *others = text.split(BREAK) if chat else [text]
+    continued = itertools.chain(*(encode_continuation(tokenizer, other) for other in others))
+    ids = np.array([*encode_continuation(tokenizer, first, stop_text), *continued], np.int32)
     check_embedded(tokenizer, ids, vocab_size)
     return ids
 
@@ -62,16 +65,21 @@ def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:
 def warn_about_turns(
     tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], task: Task, problems: Sequence[Problem]
 ) -> None:
-    """Prints a warning to stderr for each property of a chat template that affects chats of several turns.
+    """Checks the tokens between turns, and prints warnings about chat templates that affect chats of several turns.
 
     Args:
       tokenizer: Tokenizer of the policy.
       stop_ids: Tokens that end a turn of the policy.
-      task: The task. Only interactive tasks with chat messages cause warnings.
+      task: The task. Only interactive tasks with chat messages are checked.
       problems: Problems of the task.
+
+    Raises:
+      ValueError: If the tokens of the text between two turns differ from its tokens in the complete conversation, or if
+        the tokenizer cannot encode the names of its control tokens as plain text.
     """
     if not isinstance(task, Interactive) or not any(problem.chat for problem in problems):
         return
+    _check_tokens(tokenizer, stop_ids)
     if rewrites_history(tokenizer):
         print(
             "Warning: The chat template changes earlier turns of the policy when a message follows, for example by "
@@ -86,6 +94,21 @@ def warn_about_turns(
             "tokens, so the policy may write the next message itself; add it to model.stop_strings.",
             file=sys.stderr,
         )
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+    """Compares the tokens after each stop token that is a control token with the tokens of the conversation."""
+    added, after = added_tokens(tokenizer), _chat_text_between(tokenizer, "message")
+    for stop in () if tokenizer.split_special_tokens else stop_ids:
+        if (text := str(tokenizer.decode([stop]))) in added:
+            chat = render_chat(tokenizer, [_QUESTION]) + _ANSWER + text + after.removeprefix(text)
+            ids = encode_between(tokenizer, "message", True, text, sys.maxsize)
+            if encode_texts(tokenizer, [chat])[0][-len(ids) - 1 :] != [stop, *ids]:
+                raise ValueError(
+                    f"The policy's tokenizer encodes the text after the stop token {text!r} of a turn differently from "
+                    "the same text in the complete chat; use another tokenizer or chat template, or plain prompts."
+                )
+    encode_between(tokenizer, " ".join(added), True, "", sys.maxsize)
 
 
 def _chat_text_between(tokenizer: PreTrainedTokenizerBase, content: str) -> str:

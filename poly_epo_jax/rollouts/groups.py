@@ -22,8 +22,11 @@ from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.between_turns import encode_between
 from poly_epo_jax.rollouts.environments import Environments
 from poly_epo_jax.rollouts.prompts import encode_prompts
+from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.rollouts.text_encoding import replace_unencodable
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
 from poly_epo_jax.system.run_to_completion import cancel_all
+from poly_epo_jax.system.text import SURROGATE
 from poly_epo_jax.types import (
     Completion,
     EnvironmentFailure,
@@ -47,6 +50,7 @@ class Rollouts:
 
     Each generation of an Interactive task is an episode, which may reply to a completion that ended with a stop token.
     The tokens of the reply are appended with `loss_mask` False, and the policy continues after all previous tokens.
+    Characters of replies and lone surrogates of prompts that cannot be encoded are replaced and counted.
     Generated tokens are never decoded and encoded again, because encoding could split the text into other tokens than
     the policy sampled.
 
@@ -77,6 +81,7 @@ class Rollouts:
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
         self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
         self._conversations: set[asyncio.Task[Group]] = set()
+        self._num_replaced = 0  # Number of characters of prompts and replies that the tokenizer cannot encode.
 
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
@@ -96,8 +101,10 @@ class Rollouts:
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
-        """Returns the sampler's counters since the last call."""
-        return self.sampler.metrics() if isinstance(self.sampler, HasMetrics) else {}
+        """Returns the counters since the last call: those of the sampler and, if above 0, of replaced characters."""
+        sampler, count, self._num_replaced = self.sampler, self._num_replaced, 0
+        counts = checked_counts(sampler, sampler.metrics(), {}) if isinstance(sampler, HasMetrics) else {}
+        return counts | ({"rollouts/replaced_characters": float(count)} if count else {})
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling
@@ -176,6 +183,7 @@ class Rollouts:
 
     def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
         prompts = encode_prompts(self._tokenizer, problems, self._vocab_size)
+        self._num_replaced += sum(len(SURROGATE.findall(problem.prompt)) for problem in problems)
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
                 raise ValueError(f"The prompt of problem {problem.id!r} is empty; remove the problem.")
@@ -224,6 +232,8 @@ class Rollouts:
 
     def _append_reply(self, problem: Problem, generation: Generation, reply: str, sampling: Sampling) -> Generation:
         """Appends a reply. If it leaves no tokens or no turn for the policy, the response ends instead."""
+        reply, count = replace_unencodable(self._tokenizer, reply)
+        self._num_replaced += count
         stop_text = self._token_text(int(generation.token_ids[-1]))
         ids = encode_between(self._tokenizer, reply, problem.chat, stop_text, self._vocab_size)
         num_tokens, num_turns = len(generation.token_ids) + len(ids), len(generation.turns) // 2 + 1
@@ -245,7 +255,7 @@ def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt3
     Returns:
       Seeds [N], uint32.
     """
-    words = np.frombuffer(hashlib.sha256(problem.id.encode()).digest(), np.uint32).tolist()
+    words = np.frombuffer(hashlib.sha256(problem.id.encode(errors="surrogatepass")).digest(), np.uint32).tolist()
     again = [problem.occurrence] if problem.occurrence else []
     return np.random.SeedSequence([seed, *words, *again]).generate_state(num_generations)
 

@@ -13,7 +13,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
-from poly_epo_jax.system.text import first_line
+from poly_epo_jax.rollouts.text_encoding import added_tokens, encode_continuation, encode_texts
+from poly_epo_jax.system.text import SURROGATE, first_line
 from poly_epo_jax.types import Problem
 
 BREAK = "\ud800"
@@ -30,7 +31,8 @@ def encode_prompts(
 
     The names of control tokens in chat messages and in `Problem.untrusted` are encoded as plain text. Control tokens
     are the tokenizer's special tokens, and its added tokens that also occur in the template around this text. A name
-    that consists of a single character cannot be split, and is always encoded as the control token.
+    that consists of a single character cannot be split, and is always encoded as the control token. Lone surrogates in
+    prompts are encoded as U+FFFD.
 
     Args:
       tokenizer: Tokenizer of the policy. Its chat template is applied to problems with `chat` True.
@@ -42,7 +44,8 @@ def encode_prompts(
 
     Raises:
       ValueError: If a prompt is a chat message and the tokenizer does not have a chat template, if the template raises
-        an error or does not support the tools of a problem, or if a token is not in the policy's embedding.
+        an error or does not support the tools of a problem, if the tokenizer cannot encode a character, or if a token
+        is not in the policy's embedding.
     """
     if not problems:
         return []
@@ -54,12 +57,11 @@ def encode_prompts(
     added = added_tokens(tokenizer)
     chat = _chat_text(tokenizer, "message") if any(problem.chat for problem in problems) else ""
     pieces = [_prompt_text(tokenizer, problem, added, chat).split(BREAK) for problem in problems]
-    # A single call, because fast tokenizers process a batch on all cores.
-    encoded = iter(tokenizer([*itertools.chain(*pieces)], add_special_tokens=False)["input_ids"])
     bos = _added_bos(tokenizer)
     prompts = []
-    for problem, texts in zip(problems, pieces, strict=True):
-        ids = [*itertools.chain(*(next(encoded) for _ in texts))]
+    beginnings = encode_texts(tokenizer, [texts[0] for texts in pieces])
+    for problem, beginning, texts in zip(problems, beginnings, pieces, strict=True):
+        ids = [*beginning, *itertools.chain(*(encode_continuation(tokenizer, text) for text in texts[1:]))]
         prompts.append(np.asarray(ids if problem.chat or ids[:1] == bos else bos + ids, np.int32))
     check_embedded(tokenizer, np.concatenate(prompts), vocab_size)
     return prompts
@@ -74,8 +76,9 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
       added: Whether each added token is special, keyed by the text of the token.
       chat: Text of the chat template with a message that contains no control token.
     """
-    start, end = (0, len(problem.prompt)) if problem.chat else problem.untrusted
-    before, untrusted, after = problem.prompt[:start], problem.prompt[start:end], problem.prompt[end:]
+    prompt = SURROGATE.sub("\ufffd", problem.prompt)
+    start, end = (0, len(prompt)) if problem.chat else problem.untrusted
+    before, untrusted, after = prompt[:start], prompt[start:end], prompt[end:]
     if problem.chat and problem.tools:
         without_tools, chat = chat, _chat_text(tokenizer, "message", problem.tools)
         if chat == without_tools:
@@ -85,11 +88,6 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
             )
     untrusted = break_control_tokens(untrusted, added, chat if problem.chat else before + after)
     return _chat_text(tokenizer, untrusted, problem.tools) if problem.chat else before + untrusted + after
-
-
-def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Returns whether each added token is special, keyed by the text of the token. Omits single characters."""
-    return {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1}
 
 
 def break_control_tokens(untrusted: str, added: Mapping[str, bool], trusted: str) -> str:

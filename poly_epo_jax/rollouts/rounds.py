@@ -72,7 +72,7 @@ class Rounds:
             groups = self.rollouts.generate(share, self.num_generations, self.sampling(step))
             graded = await grade_groups(groups, share, self.task, self.judge, clock=clock)
             counts: Metrics = {}
-            for part in (self.task, self.judge, self.rollouts.sampler, self.rollouts.environments):
+            for part in (self.task, self.judge, self.rollouts, self.rollouts.environments):
                 if isinstance(part, HasMetrics):
                     counts |= checked_counts(part, part.metrics(), counts)
             return graded, counts

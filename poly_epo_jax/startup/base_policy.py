@@ -26,6 +26,7 @@ from poly_epo_jax.model.transformer import abstract_model, init_params
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.rollouts.prompts import encode_prompts
+from poly_epo_jax.rollouts.text_encoding import encode_texts
 from poly_epo_jax.step.objective import check_finite
 from poly_epo_jax.step.packing import TrainingSequence, make_pack, row_tokens
 from poly_epo_jax.step.update import PolicyUpdate
@@ -127,11 +128,19 @@ def base_policy_folder(base: BaseSection, section: TaskSection, task: Task) -> P
       task: The task, with demonstrations.
 
     Raises:
-      ValueError: If the task has no demonstrations.
+      ValueError: If the task has no demonstrations, or if its alphabet lacks a character of a prompt or of one of these
+        demonstrations.
     """
     task, rng = _demonstrated(task), np.random.default_rng(base.seed)
     problems = _demonstrated_problems(task)
     drawn = [_draw(task, problems, rng, style, KEYED_DEMONSTRATIONS) for style in _styles(base)]
+    texts = [problem.prompt for problem in (*task.train_problems, *task.held_out_problems)]
+    texts += ["".join(text) for _, drawn_texts in drawn for text in drawn_texts]
+    if missing := sorted(set().union(*texts) - set(task.alphabet)):
+        raise ValueError(
+            f"{type(task).__name__}.alphabet lacks {', '.join(map(repr, missing[:20]))}, which prompts or "
+            "demonstrations contain; add these characters to it."
+        )
     shown = [([problem.prompt for problem in drawn_problems], texts) for drawn_problems, texts in drawn]
     keys = {key: value for key, value in base.items() if key != "cache_dir"}
     digest = json_digest({"base": keys, "task": dict(section), "alphabet": task.alphabet, "demonstrations": shown})
@@ -223,7 +232,7 @@ def _sequences(
     """Tokenizes demonstrations. All tokens of policy turns have the same weight; tokens of replies are masked."""
     prompts = encode_prompts(tokenizer, problems, len(tokenizer))
     turns = [(demonstration,) if isinstance(demonstration, str) else demonstration for demonstration in demonstrations]
-    encoded = iter(tokenizer([text for texts in turns for text in texts], add_special_tokens=False)["input_ids"])
+    encoded = iter(encode_texts(tokenizer, [text for texts in turns for text in texts]))
     responses = []
     for texts in turns:
         ids, mask = [], []

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import unicodedata
+from decimal import Decimal
 from typing import Any
 
 MAX_ANSWER_LENGTH = 2_000
@@ -28,13 +29,13 @@ def visible(text: str) -> str:
     if text.isascii():
         return text
     kept = []
-    for character in unicodedata.normalize("NFC", text):
+    for character in text:
         category = unicodedata.category(character)
         if category == "Zs":
             kept.append(" ")
         elif category != "Cf" or unicodedata.bidirectional(character) in REORDERING:
             kept.append(character)
-    return "".join(kept)
+    return unicodedata.normalize("NFC", "".join(kept))
 
 
 def last_boxed(text: str) -> str | None:
@@ -76,12 +77,14 @@ def reference_answer(value: Any, marker: str = "") -> tuple[str, str]:
             text = value.rpartition(marker)[2].strip() if marker in value else ""
         case None:
             text = ""
-        case float():
+        case float() if value == value:
             # A calculation such as 0.1 + 0.2 has an error in the last of up to 17 digits.
             exact, rounded = repr(value), f"{value:.15g}"
             text = rounded if len(rounded) + 3 < len(exact) else exact
-        case _:
-            text = str(value)
+        case str() | int() | float() | Decimal():
+            text = "" if value != value else str(value)
+        case _:  # such as bytes, a date or a duration, whose representation in Python no response would contain
+            return "", "unusable_answer"
     word = visible(text).strip().lower()
     if word in ("", "notfound", "nan", "null"):
         return "", "no_answer"

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from poly_epo_jax.system.git_lfs import check_downloaded
-from poly_epo_jax.tasks.answers import reference_answer
+from poly_epo_jax.system.text import SURROGATE
+from poly_epo_jax.tasks.answers import reference_answer, visible
+from poly_epo_jax.tasks.arrow_rows import table_rows
 from poly_epo_jax.types import ComparesAnswers, Interactive, Problem, Task
 
 SLOT = "{problem}"
+BLANK_AT_SYMBOL = re.compile(r"(?<!\w) | (?!\w)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +26,9 @@ class Dropped:
       no_answer: Number of rows whose answer is null, NaN, blank or one of the words "notfound",
         "nan" and "null", or does not contain the answer marker.
       unusable_answer: Number of rows whose answer is a list that does not contain exactly one value, a dict without
-        `ground_truth`, a boolean, infinite, or longer than `answers.MAX_ANSWER_LENGTH` characters. For a dataset of
-        reasoning-gym, number of problems that the package cannot generate or whose own answer it does not accept.
+        `ground_truth`, a boolean, infinite, longer than `answers.MAX_ANSWER_LENGTH` characters, or of another type than
+        text and numbers, such as a date. For a dataset of reasoning-gym, number of problems that the package cannot
+        generate or whose own answer it does not accept.
       proofs: Number of rows whose answer is the word "proof".
       duplicates: Number of additional copies of problems with usable answers, whether or not the answers agree.
       conflicting: Number of different problems whose copies have conflicting answers.
@@ -63,7 +67,8 @@ def read_source(source: str) -> list[dict[str, Any]]:
 
     Returns:
       One dict per row, by column name. Values of the types float16 and float32 are rounded to the shortest decimal
-      that identifies them in their type, such as 0.1 instead of 0.10000000149011612.
+      that identifies them in their type, such as 0.1 instead of 0.10000000149011612. Binary values that contain UTF-8
+      are text.
 
     Raises:
       ValueError: If the source is malformed or empty.
@@ -112,7 +117,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        return _table_rows(pyarrow.parquet.read_table(path))
+        return table_rows(pyarrow.parquet.read_table(path))
     except pyarrow.ArrowException as error:
         raise ValueError(f"Failed to read {path} as Parquet: {error}") from None
 
@@ -132,32 +137,9 @@ def _read_data_set(source: str) -> list[dict[str, Any]]:
         raise ValueError(
             f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
         ) from None
-    return _table_rows(data_set.with_format("arrow")[:])
+    return table_rows(data_set.with_format("arrow")[:])
 
 
-def _table_rows(table: Any) -> list[dict[str, Any]]:
-    columns = {}
-    for field, column in zip(table.schema, table.columns, strict=True):
-        columns[field.name] = column.to_pylist()
-        if "float" in str(field.type):  # includes "halffloat" and nested types, but not "double"
-            columns[field.name] = [_shortest_decimal(value, field.type) for value in columns[field.name]]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _shortest_decimal(value: Any, kind: Any) -> Any:
-    """Rounds the floating-point numbers in a value of an Arrow type to the fewest digits that identify them."""
-    import pyarrow
-
-    if value is None:
-        return None
-    if pyarrow.types.is_floating(kind):
-        return float(str(kind.to_pandas_dtype()(value)))
-    if pyarrow.types.is_struct(kind):
-        return {field.name: _shortest_decimal(value[field.name], field.type) for field in kind}
-    return [_shortest_decimal(item, kind.value_type) for item in value] if isinstance(value, list) else value
-
-
-SURROGATE = re.compile("[\ud800-\udfff]")
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by save_to_disk of a dataset, and of several splits
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
@@ -233,13 +215,13 @@ def clean_problems(
 ) -> tuple[list[Problem], Dropped]:
     """Removes duplicate, conflicting and held-out problems.
 
-    Problems are copies of each other if their prompts differ only in whitespace. The first copy is kept. If the
+    Problems are copies of each other if their prompts have the same `canonical_text`. The first copy is kept. If the
     answers of the copies are not equal, the correct answer is unknown and all copies are removed.
 
     Args:
       problems: Problems to clean.
       same_answer: Function `(problem, answer, other) -> bool` that compares the answers of copies, see
-        `types.HasAnswers`. It is only called for answers that differ in more than whitespace and dollar signs.
+        `types.HasAnswers`. It is only called for answers that differ in `canonical_text` without dollar signs.
       held_out: Problems that must not appear in the result.
 
     Returns:
@@ -251,9 +233,9 @@ def clean_problems(
     check_ids(problems)
     same: dict[str, list[Problem]] = {}
     for problem in problems:
-        same.setdefault(_squeeze(problem.prompt), []).append(problem)
+        same.setdefault(canonical_text(problem.prompt), []).append(problem)
     agreed = {text: copies[0] for text, copies in same.items() if _agree(*copies, same_answer=same_answer)}
-    tested = {_squeeze(problem.prompt) for problem in held_out}
+    tested = {canonical_text(problem.prompt) for problem in held_out}
     kept = [problem for text, problem in agreed.items() if text not in tested]
     dropped = Dropped(
         duplicates=len(problems) - len(same), conflicting=len(same) - len(agreed), held_out=len(agreed) - len(kept)
@@ -289,13 +271,18 @@ def usable_problems(task: Task) -> dict[str, tuple[Sequence[Problem], Dropped]]:
 
 
 def _agree(first: Problem, *copies: Problem, same_answer: Callable[[Problem, str, str], bool]) -> bool:
-    others = {_squeeze(copy.answer.replace("$", "")): copy.answer for copy in copies}
-    others.pop(_squeeze(first.answer.replace("$", "")), None)
+    others = {canonical_text(copy.answer.replace("$", "")): copy.answer for copy in copies}
+    others.pop(canonical_text(first.answer.replace("$", "")), None)
     return all(same_answer(first, first.answer, other) for other in others.values())
 
 
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
+def canonical_text(text: str) -> str:
+    """Returns a text in the form in which problems are compared: composed, and without invisible characters.
+
+    Blanks between letters or digits are one space, because "1 1/2" is not "11/2". Other blanks are removed, because
+    `x = 1` is often written `x=1`.
+    """
+    return BLANK_AT_SYMBOL.sub("", " ".join(visible(text).split()))
 
 
 def check_template(template: str) -> None:

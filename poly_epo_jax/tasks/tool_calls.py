@@ -7,9 +7,10 @@ call would be rewarded like a valid one.
 import dataclasses
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 TAG = re.compile(r"(</?tool_call>)")
 NESTED_TAG = re.compile(r"<(?=/?tool_(?:call|response)>)")
@@ -69,7 +70,7 @@ def parse_tool_calls(turn: str) -> tuple[ToolCall, ...]:
 
 def _parse_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        call = json.loads(body, object_pairs_hook=_unique_keys, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise MalformedToolCall(f"a tool call is not valid JSON: {error}.") from error
     if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
@@ -85,8 +86,10 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
 
 
 def answer_tool_calls(turn: str, tools: Mapping[str, Callable[..., str]]) -> ToolReply:
@@ -95,7 +98,9 @@ def answer_tool_calls(turn: str, tools: Mapping[str, Callable[..., str]]) -> Too
     Args:
       turn: Text of a turn.
       tools: Functions by name. They receive the arguments as keywords, and raise ValueError for arguments that they
-        reject. The message is part of the reply. Other exceptions are not caught.
+        reject. The message is part of the reply. Because the types of arguments are not checked, exceptions that
+        values of a wrong type or size cause (TypeError, AttributeError, ArithmeticError) are answered in the same way.
+        Other exceptions are not caught.
 
     Returns:
       The reply. If the turn cannot be parsed, no tool is called and the reply contains the error.
@@ -121,9 +126,9 @@ def _run(call: ToolCall, tools: Mapping[str, Callable[..., str]]) -> str:
     tool = tools[call.name]
     try:
         inspect.signature(tool).bind(**call.arguments)
-    except TypeError as error:
+        return tool(**call.arguments)
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"wrong arguments for {call.name}: {error}.") from error
-    return tool(**call.arguments)
 
 
 def format_tool_responses(results: Sequence[str]) -> str:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 import transformers
 from adapted import ADAPTED, adapted_params
 from fakes import TINY, TINY_ALPHABET, TINY_MODEL, tiny_params, tiny_problems
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from samplers import MAX_PROMPT, MAX_TOKENS, STOP_IDS, generate, make_rollouts
 
 from poly_epo_jax.config import default
@@ -20,6 +22,7 @@ from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.export import __main__ as export
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.checkpoint import Checkpoints
+from poly_epo_jax.model.peft import PREFIX
 from poly_epo_jax.model.policy import open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import POLICY
@@ -114,6 +117,33 @@ def test_the_card_of_an_adapter_lists_all_stop_strings(
     export.export(exported.parent, tmp_path / "adapter", adapter=True, base=base)
     assert '`["m", "y", "\\n"]`' in (tmp_path / "adapter" / "README.md").read_text()
     assert "README.md" not in json.loads((tmp_path / "adapter" / "digests.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [lambda name: f"language_model.{name}", lambda name: name.replace("model.", "model.language_model.")],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_the_adapter_of_a_vision_model_has_the_names_of_its_base(
+    exported: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rename: Callable[[str], str]
+):
+    """Servers ignore an adapter whose names do not exist in the base model."""
+    wrapper = tmp_path / "wrapper"
+    shutil.copytree(base, wrapper)
+    tensors = {rename(name): tensor for name, tensor in load_file(base / "model.safetensors").items()}
+    vision = {"vision_tower.layers.0.self_attn.q_proj.weight": np.zeros((2, 2), np.float32)}
+    save_file(tensors | vision, wrapper / "model.safetensors")
+    policy = dataclasses.replace(open_policy(base, ModelSection()), config=ADAPTED)
+    monkeypatch.setattr(export, "open_trained_policy", lambda *_: (policy, adapted_params(), 1))
+    export.export(exported.parent, tmp_path / "adapter", adapter=True, base=wrapper)
+    modules = {name.rsplit(".lora_")[0] for name in load_file(tmp_path / "adapter/adapter_model.safetensors")}
+    adapted = {f"{module.removeprefix(PREFIX)}.weight" for module in modules}
+    assert len(adapted) == 7 * ADAPTED.num_layers and adapted <= tensors.keys()
+    del tensors[max(adapted)]
+    save_file(tensors | vision, wrapper / "model.safetensors")
+    with pytest.raises(ValueError, match=r"The base policy has no tensor model\.layers\.1\..*weight"):
+        export.export(exported.parent, tmp_path / "other", adapter=True, base=wrapper)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_without_adapter_is_exported_without_the_flag(exported: Path, tmp_path: Path):

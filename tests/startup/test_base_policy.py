@@ -13,7 +13,7 @@ from tiny_training import tiny_config
 from poly_epo_jax.config.keys import BaseSection, Config, TaskSection
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup import base_policy
-from poly_epo_jax.startup.base_policy import base_policy_folder
+from poly_epo_jax.startup.base_policy import base_policy_folder, build_character_tokenizer
 from poly_epo_jax.tasks import DemonstrationStyle, PolynomialTask
 from poly_epo_jax.types import Problem, Task
 
@@ -73,6 +73,36 @@ def test_the_folder_depends_on_the_sections_except_the_cache_directory():
 def test_a_task_without_demonstrations_has_no_base_policy():
     with pytest.raises(ValueError, match=r"ByLetter does not provide demonstrations .* set model\.path"):
         folder(ByLetter())
+
+
+class Accented(PolynomialTask):
+    """A prompt that no demonstration of the first thousands is drawn for."""
+
+    def __init__(self):
+        super().__init__()
+        last = dataclasses.replace(self.held_out_problems[-1], prompt="\u00e9\ud83d?")
+        self.held_out_problems = [*self.held_out_problems[:-1], last]
+        self.demonstrated_problems = self.train_problems
+
+
+class Emphatic(InTurns):
+    """A character in a reply of some demonstrations."""
+
+    def demonstration(self, problem: Problem, rng: np.random.Generator, style: DemonstrationStyle) -> Any:
+        first, *others = super().demonstration(problem, rng, style)
+        return (first, f"{problem.prompt}!" if problem is self.train_problems[7] else problem.prompt, *others)
+
+
+@pytest.mark.parametrize(("task", "characters"), [(Accented, r"'\?', 'é', '\\ud83d'"), (Emphatic, "'!'")])
+def test_an_alphabet_without_a_character_of_the_texts_is_refused(task: type[PolynomialTask], characters: str):
+    with pytest.raises(ValueError, match=rf"^{task.__name__}\.alphabet lacks {characters}, which prompts"):
+        folder(task())
+
+
+def test_a_character_that_only_later_demonstrations_contain_is_named():
+    tokenizer = build_character_tokenizer("abc")
+    with pytest.raises(ValueError, match="cannot encode '!'"):
+        base_policy._sequences(tokenizer, [Problem("p", "a", "")], [("b", "!", "c")])
 
 
 def test_a_base_policy_is_fitted_again_after_its_demonstrations_were_edited(

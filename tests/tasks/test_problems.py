@@ -1,8 +1,11 @@
 """Tests of reading and cleaning problems, and of dropping long prompts."""
 
+import datetime
 import json
 import math
 import os
+from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -250,6 +253,57 @@ def test_floats_have_the_shortest_decimal_of_their_column(tmp_path: Path, kind: 
         assert [problem.answer for problem in problems] == answers and dropped == Dropped()
 
 
+def test_columns_of_any_type_are_read(tmp_path: Path):
+    """Maps and tensors of float32 are rounded like other float32 numbers, also in columns that are not used."""
+    shape = pyarrow.fixed_shape_tensor(pyarrow.float32(), [2])
+    numbers = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array([0.1, 0.2], pyarrow.float32()), 2)
+    nested = pyarrow.map_(pyarrow.string(), pyarrow.map_(pyarrow.float32(), pyarrow.binary()))
+    table = pyarrow.table(
+        {
+            "problem": pyarrow.array([b"1?"]),
+            "answer": pyarrow.array([[0.1]], pyarrow.list_(pyarrow.float32())),
+            "id": pyarrow.array([b"7"], pyarrow.binary(1)),
+            "map": pyarrow.array([[("a", [(0.1, b"x"), (0.3, None)])]], nested),
+            "tensor": pyarrow.ExtensionArray.from_storage(shape, numbers),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert load_problems(str(tmp_path / "a.parquet"))[0] == [Problem("7", "1?", "0.1")]
+    (row,) = read_source(str(tmp_path / "a.parquet"))
+    assert (row["map"], row["tensor"]) == ([("a", [(0.1, "x"), (0.3, None)])], [0.1, 0.2])
+
+
+DAY = datetime.datetime(2020, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "answers"),
+    [
+        ([b"2", "½".encode(), b"\xff"], pyarrow.binary(), ["2", "½"]),
+        ([b"2", b"3", b"\xff"], pyarrow.binary(1), ["2", "3"]),
+        ([[b"2"], [b"3", b"4"], [b"\xff"]], pyarrow.list_(pyarrow.large_binary()), ["2"]),
+        ([Decimal("1.50"), Decimal(2), None], pyarrow.decimal128(3, 2), ["1.50", "2.00"]),
+        ([datetime.timedelta(seconds=2)], pyarrow.duration("ns"), []),
+        ([DAY], pyarrow.timestamp("ns"), []),
+        ([DAY.date()], pyarrow.date32(), []),
+        ([DAY.time()], pyarrow.time64("us"), []),
+        ([[("4", 0.5)]], pyarrow.map_(pyarrow.string(), pyarrow.float32()), []),
+    ],
+)
+def test_answers_of_other_types_are_decoded_or_counted(tmp_path: Path, values: list, kind: pyarrow.DataType, answers):
+    problems = [f"{number}?" for number in range(len(values))]
+    table = pyarrow.table({"problem": problems, "answer": pyarrow.array(values, kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    unusable = len(values) - len(answers) - values.count(None)
+    if answers:
+        found, dropped = load_problems(str(tmp_path / "a.parquet"))
+        assert [problem.answer for problem in found] == answers
+        assert dropped == Dropped(unusable_answer=unusable, no_answer=values.count(None))
+    else:
+        with pytest.raises(ValueError, match="1 unusable answer"):
+            load_problems(str(tmp_path / "a.parquet"))
+
+
 def test_nulls_in_float_columns_are_counted(tmp_path: Path):
     table = pyarrow.table({"problem": ["1?", "2?", "3?"], "answer": pyarrow.array([None, 0.1, math.nan], "float")})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -268,7 +322,7 @@ def test_cleaning_a_small_example():
         equal,
         problem(" a\nb", "$2$"),  # the same, with the same answer
         lone,
-        problem("ab", " 2 "),  # the same again
+        problem("a\u200b \u00a0b", " 2 "),  # the same again
         problem("d ", "1.0"),  # the same, with an equal answer
         problem("d", "1", "third d"),
         tested,
@@ -292,7 +346,37 @@ def test_only_different_answers_of_copies_are_compared():
 
     rows = [problem("a", answer, str(i)) for i, answer in enumerate(("1", "$1$", "1 ", "one", "o ne"))]
     assert clean_problems([*rows, problem("b", "2")], same_answer)[1] == Dropped(duplicates=4)
-    assert compared == [("0", "1", "o ne")]
+    assert compared == [("0", "1", "one"), ("0", "1", "o ne")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("Compute 1 1/2 + 1", "Compute 11/2 + 1"),
+        ("What is 2²?", "What is 22?"),
+        ("the log_8 2", "the log_82"),
+        ("an iceman", "a niceman"),
+        ("Is it n\u0303?", "Is it n?"),
+    ],
+)
+def test_different_problems_are_no_copies(first: str, second: str):
+    rows = [problem(first, "5/2"), problem(second, "13/2")]
+    assert clean_problems(rows, same_number) == (rows, Dropped())
+    assert clean_problems(rows, same_number, held_out=[problem(second)]) == (rows[:1], Dropped(held_out=1))
+
+
+@pytest.mark.parametrize(
+    "copy", ["Cafe\u0301 a + 1", "Café\u200b a + 1", "Caf\u00ade\u2060\u0301 a + 1", "\ufeffCafé\t\u2003a+1\n"]
+)
+def test_copies_may_differ_in_invisible_characters_accents_and_blanks(copy: str):
+    rows = [problem("Café a + 1"), problem(copy, "$2$"), problem("b")]
+    assert clean_problems(rows, same_number)[1] == Dropped(duplicates=1)
+    assert clean_problems(rows[1:], same_number, held_out=rows[:1]) == (rows[2:], Dropped(held_out=1))
+
+
+def test_answers_that_differ_in_blanks_are_compared():
+    rows = [problem("a", "1 1/2", "mixed"), problem("a", "11/2", "fraction")]
+    assert clean_problems(rows, lambda *_: False) == ([], Dropped(duplicates=1, conflicting=1))
 
 
 def test_ids_must_be_unique():
@@ -304,7 +388,7 @@ def test_ids_must_be_unique():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "duplicates", "conflicting"),
-    [("deepscaler_40k", 39_808, 1_266, 157), ("dapo_math_17k", 17_915, 996, 15), ("gsm8k_train", 7_473, 0, 0)],
+    [("deepscaler_40k", 39_808, 1_255, 157), ("dapo_math_17k", 17_915, 971, 15), ("gsm8k_train", 7_473, 0, 0)],
 )
 def test_cleaning_known_datasets(shared: Path, name: str, rows: int, duplicates: int, conflicting: int):
     """In DeepScaleR, the copies of 174 problems have different answers, 17 of which are equal, such as 9/2 and 4.5."""
@@ -337,8 +421,10 @@ def test_few_prompts_of_a_known_dataset_are_long(shared: Path):
 class OwnTask:
     """A task of a user that does not clean its problems."""
 
-    train_problems = tuple(Problem(f"p{i}", prompt, "") for i, prompt in enumerate(("a b", "c", "a  b", "d")))
-    held_out_problems = (Problem("q0", "d", ""), Problem("q1", "e", ""), Problem("q2", "e", ""))
+    train_problems: Sequence[Problem] = tuple(
+        Problem(f"p{i}", prompt, "") for i, prompt in enumerate(("a b", "c", "a  b", "d"))
+    )
+    held_out_problems: Sequence[Problem] = (Problem("q0", "d", ""), Problem("q1", "e", ""), Problem("q2", "e", ""))
 
     def reward(self, problem, generation):
         return 0.0

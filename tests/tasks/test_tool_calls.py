@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def test_calls_are_read_in_order(thought: str, count: int):
         '<tool_call>{"name": "add", "name": "add", "arguments": {}}</tool_call>': "repeats a key",
         '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>': "NaN",
         '<tool_call>{"name": "add", "arguments": {"a": -Infinity}}</tool_call>': "Infinity",
+        '<tool_call>{"name": "add", "arguments": {"a": -1e999}}</tool_call>': "-1e999 is not a finite number",
         f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 100_000}}}}}</tool_call>': "JSON",
         f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>': "JSON",
         f"<tool_call>{json.dumps(ADD)} {json.dumps(ADD)}</tool_call>": "JSON",
@@ -92,6 +94,33 @@ def test_results_and_rejected_calls_are_answered_in_order():
     assert "'c'" in wrong or "'a'" in wrong
     assert rejected.endswith("Error: a must be a number.")
     assert answer_tool_calls("The sum is 3.", {"add": add}).text is None
+
+
+@pytest.mark.parametrize(
+    ("tool", "value"),
+    [
+        (lambda x: str(x + 1), [1]),
+        (lambda x: str(x + 1), None),
+        (lambda x: {"a": "b"}[x], ["a"]),
+        (lambda x: x.strip(), 5),
+        (lambda x: str(float(x)), 10**400),
+        (lambda x: str(1 // x), 0),
+        (len, "a"),
+    ],
+)
+def test_arguments_of_a_wrong_type_or_size_are_answered(tool: Callable[..., str], value: object):
+    """The policy chooses the arguments, so they must not end an episode."""
+    reply = answer_tool_calls(written({"name": "tool", "arguments": {"x": value}}, ADD), {"tool": tool, "add": add})
+    assert reply.num_failed == 1 and reply.calls == (ToolCall(**ADD),)
+    assert reply.text and reply.text.startswith("<tool_response>\nError: ") and "\n3\n" in reply.text
+
+
+def test_other_errors_of_a_tool_are_raised():
+    def offline(x: int) -> str:
+        raise ConnectionError("offline")
+
+    with pytest.raises(ConnectionError, match="offline"):
+        answer_tool_calls(written({"name": "tool", "arguments": {"x": 1}}), {"tool": offline})
 
 
 def test_results_have_the_format_of_the_chat_template():
