@@ -5,6 +5,7 @@ the arrays of a layer, and `gradient_bytes`, `_head` and `_layer` list the other
 compares the sums with compiled programs.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -47,22 +48,28 @@ class LayerArray(NamedTuple):
     is_float32: bool = False
 
 
-_EACH, _DOTS = ("layer", "none"), ("layer", "none", "dots")
+_LAYER, _NONE, _EACH = ("layer",), ("none",), ("layer", "none")
+_DOTS = ("layer", "none", "dots")
 
 LAYER_ARRAYS = (
-    LayerArray("input", "stream", False, _EACH),
+    LayerArray("input", "stream", False, _LAYER),
+    LayerArray("input, in float32", "stream", False, _NONE, "pre_norm", is_float32=True),
     LayerArray("input, split by tokens", "stream", True, ("full", "attention", "dots")),
     LayerArray("input, normalized", "stream", False, _EACH, "norm"),
+    LayerArray("input of q, k and v", "stream", False, _NONE),
     LayerArray("product of q", "queries", True, ("dots",), "q"),
-    LayerArray("queries, normalized", "queries", True, _EACH, "qk_norm"),
+    LayerArray("product of q, in float32", "queries", True, _NONE, "qk_norm", is_float32=True),
+    LayerArray("queries, normalized", "queries", True, _EACH, "trained_qk_norm"),
     LayerArray("queries, rotated", "queries", True, _EACH),
-    LayerArray("product of k", "keys", True, _DOTS, "k"),
-    LayerArray("keys, normalized", "keys", True, _EACH, "qk_norm"),
+    LayerArray("product of k", "keys", True, ("layer", "dots"), "k"),
+    LayerArray("product of k, in float32", "keys", True, _NONE, "qk_norm", is_float32=True),
+    LayerArray("keys, normalized", "keys", True, _EACH, "trained_qk_norm"),
     LayerArray("keys, rotated", "keys", True, _EACH),
     LayerArray("product of v", "keys", True, _DOTS, "v"),
     LayerArray("attention", "queries", True, (*_DOTS, "attention")),
+    LayerArray("input of o", "queries", True, _NONE),
     LayerArray("gate of the attention", "queries", True, _DOTS, "gated_attention"),
-    LayerArray("sigmoid(gate)", "queries", True, ("none",), "gated_attention"),
+    LayerArray("sigmoid(gate)", "queries", True, _NONE, "gated_attention"),
     LayerArray("attention, gated", "queries", True, _EACH, "gated_attention"),
     # The number of arrays of each width of linear attention was fitted to the memory of compiled programs for CPUs.
     LayerArray("product of qkv", "channels", False, _DOTS, "qkv"),
@@ -82,28 +89,39 @@ LAYER_ARRAYS = (
     LayerArray("output, gated", "values", True, _EACH),
     LayerArray("output, gated and rounded", "values", True, _EACH),
     LayerArray("product of o", "stream", True, ("dots",), "o"),
-    LayerArray("product of o, before its norm", "stream", False, _EACH, "post_norm"),
-    LayerArray("input of the MLP", "stream", False, _EACH),
+    LayerArray("product of o, before its norm", "stream", False, _LAYER, "post_norm"),
+    LayerArray("product of o, in float32", "stream", False, _NONE, "post_norm", is_float32=True),
+    LayerArray("product of o, normalized", "stream", False, _NONE, "trained_post_norm"),
+    LayerArray("input of the MLP", "stream", False, _LAYER),
+    LayerArray("input of the MLP, in float32", "stream", False, _NONE, "pre_norm", is_float32=True),
     LayerArray("input of the MLP, normalized", "stream", False, _EACH, "norm"),
+    LayerArray("input of gate and up", "stream", False, _NONE),
     LayerArray("product of gate", "mlp", True, _DOTS, "gate"),
     LayerArray("product of up", "mlp", True, _DOTS, "up"),
+    LayerArray("powers of gate", "mlp", True, _NONE, "gelu"),
+    LayerArray("tanh(powers of gate)", "mlp", True, _NONE, "gelu"),
     LayerArray("silu(gate)", "mlp", True, _EACH),
     LayerArray("silu(gate) up", "mlp", True, _EACH),
-    LayerArray("product of down, before its norm", "stream", False, _DOTS, "post_norm"),
+    LayerArray("product of down, before its norm", "stream", False, ("layer", "dots"), "post_norm"),
+    LayerArray("product of down, in float32", "stream", False, _NONE, "post_norm", is_float32=True),
+    LayerArray("product of down, normalized", "stream", False, _NONE, "trained_post_norm"),
     LayerArray("gradient of silu(gate) up", "mlp", True, _EACH),
     LayerArray("gradient of silu(gate) or up", "mlp", True, _EACH),
-    LayerArray("gradient of the output", "stream", False, _EACH),
+    LayerArray("gradient of the output", "stream", False, _LAYER),
     # Experts process blocks of tokens. Sums over experts are float32, or two values in the compute dtype.
     LayerArray("sum over experts", "stream", False, ("layer",), "experts"),
     LayerArray("sum over experts, other half", "stream", False, ("layer",), "experts"),
     # Matmuls on CPUs need transposed arrays, and the blockwise attention holds blocks and initial sums.
     LayerArray("input, transposed", "stream", False, _EACH, "blockwise"),
-    LayerArray("input of the MLP, transposed", "stream", False, _EACH, "blockwise"),
-    LayerArray("blocks of queries", "queries", True, _EACH, "blockwise"),
-    LayerArray("sums of the attention", "queries", True, _EACH, "blockwise"),
+    LayerArray("input of the MLP, transposed", "stream", False, _LAYER, "blockwise"),
+    LayerArray("blocks of queries", "queries", True, _LAYER, "blockwise"),
+    LayerArray("sums of the attention", "queries", True, _LAYER, "blockwise"),
     LayerArray("blocks of keys", "keys", True, _EACH, "blockwise"),
     LayerArray("blocks of values", "keys", True, _EACH, "blockwise"),
 )
+
+NORMALIZED = ("norm", "trained_qk_norm", "trained_post_norm")
+"""Parts whose arrays are saved in float32 if norms multiply in float32."""
 
 
 class _Array(NamedTuple):
@@ -139,15 +157,21 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     kept = tokens * sum(values) * (num_periods + (num_periods > 1))
     attention_widths = model_config.head_dim * (model_config.num_heads + model_config.num_kv_heads)
     attention = 2 * len(model_config.stacks.get("layers", ())) * model_config.hidden_size * attention_widths
+    # Except on TPUs, gradients of replicated weights are summed over devices after the loop over layers.
+    experts = 3 * model_config.num_experts * model_config.hidden_size * model_config.mlp_size * model_config.num_layers
+    layers = flops.weights_per_device(model_config, machine.mesh, of_layers=True)
+    replicated = layers - experts // math.prod(machine.mesh[axis] for axis in ("fsdp", "tensor", "expert"))
+    is_summed = machine.platform != "tpu" and machine.mesh["data"] * machine.mesh["expert"] > 1
     always = _terms(
         _Array("sum of gradients", trained, FLOAT32_BYTES),
+        _Array("gradients before their sum", replicated, FLOAT32_BYTES, is_summed and not model_config.lora_targets),
         _Array("saved for the backward pass", kept, _activation_bytes(model_config, machine)),
         # The attention weights in the compute dtype.
         _Array(
             "saved for the backward pass",
             attention // machine.mesh["tensor"],
             value_bytes,
-            model_config.remat == "none",
+            model_config.remat == "none" and machine.platform == "cpu",
         ),
     )
     head, layer = _head(model_config, machine, tokens), _layer(model_config, machine, tokens)
@@ -179,12 +203,16 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack
     # On TPUs, models with windows use blockwise attention.
     has_kernel = machine.platform == "gpu" or (machine.platform == "tpu" and not any(model_config.windows))
     is_blockwise = model_config.attention == "blockwise" or (model_config.attention == "auto" and not has_kernel)
-    saves_norms = not (holder == "none" and model_config.lora_targets)
+    saves_norms = not (holder == "none" and model_config.lora_targets)  # Frozen weights have no gradients.
     parts = {
         "blockwise": is_blockwise,
+        "pre_norm": model_config.pre_norm,
         "norm": model_config.pre_norm and saves_norms,
-        "qk_norm": saves_norms or not model_config.qk_norm,
+        "qk_norm": model_config.qk_norm,
+        "trained_qk_norm": (model_config.qk_norm and saves_norms) or holder == "layer",
         "post_norm": model_config.post_norm,
+        "trained_post_norm": model_config.post_norm and saves_norms,
+        "gelu": model_config.activation != "silu",
         "mlp": not model_config.num_experts,
         "experts": model_config.num_experts > 0,
         "gated_attention": model_config.gated_attention,
@@ -195,10 +223,12 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack
     if holder == "dots":
         held += [array for array in held if array.part in model_config.lora_targets]
     float32_values = FLOAT32_BYTES // _activation_bytes(model_config, machine)
+    float32_parts = NORMALIZED if model_config.float32_norm and holder == "none" else ()
 
     def values_of(is_split: bool) -> int:
         arrays = (array for array in held if array.split == is_split)
-        return sum(widths[array.width] * (float32_values if array.is_float32 else 1) for array in arrays)
+        sizes = ((widths[array.width], array.is_float32 or array.part in float32_parts) for array in arrays)
+        return sum(width * (float32_values if is_float32 else 1) for width, is_float32 in sizes)
 
     return values_of(True) // machine.mesh["tensor"] + values_of(False)
 
@@ -217,7 +247,8 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
     return _terms(
         _Array("gathered head", head, value_bytes, not is_parameter),
         _Array(sums, head, FLOAT32_BYTES, is_trained),  # Sum over all chunks.
-        _Array(sums, head, FLOAT32_BYTES, is_trained),  # Gradient of one chunk, before it is added to the sum.
+        # Gradient of one chunk, before it is added to the sum. Matmuls on GPUs add it without storing it.
+        _Array(sums, head, FLOAT32_BYTES, is_trained and machine.platform != "gpu"),
         _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # Sum over devices.
         _Array(logits, chunk_logits, FLOAT32_BYTES),
         _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes),  # Gradient of the logits.
