@@ -5,7 +5,7 @@ the arrays of a layer, and `gradient_bytes`, `_head` and `_layer` list the other
 compares the sums with compiled programs.
 """
 
-import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.linear_attention import CHUNK
 from poly_epo_jax.model.logprobs import chunk_size
+from poly_epo_jax.model.transformer import declared_weights
 from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.step.packing import row_tokens
 
@@ -80,13 +81,16 @@ LAYER_ARRAYS = (
     LayerArray("chunks", "channels", True, ("layer",), is_float32=True),
     LayerArray("chunks, gradient", "channels", True, ("layer",), is_float32=True),
     LayerArray("states before chunks", "states", True, _EACH, is_float32=True),
-    LayerArray("output of chunks", "values", True, _EACH),
-    LayerArray("output of linear attention", "values", True, _EACH),
-    LayerArray("output, squared and normalized", "values", True, ("none",)),
-    LayerArray("output, times its norm weight", "values", True, ("none",)),
+    LayerArray("output of chunks", "values", True, _LAYER),
+    LayerArray("output of linear attention", "values", True, _LAYER),
+    LayerArray("output, in float32", "values", True, _NONE, is_float32=True),
+    LayerArray("output, normalized", "values", True, _NONE, is_float32=True),
+    LayerArray("output, times its norm weight", "values", True, _NONE, is_float32=True),
     LayerArray("product of output_gate", "values", True, _DOTS, "output_gate"),
-    LayerArray("silu(output gate)", "values", True, ("none",)),
-    LayerArray("output, gated", "values", True, _EACH),
+    LayerArray("output gate, in float32", "values", True, _NONE, is_float32=True),
+    LayerArray("sigmoid(output gate)", "values", True, _NONE, is_float32=True),
+    LayerArray("silu(output gate)", "values", True, _NONE, is_float32=True),
+    LayerArray("output, gated", "values", True, _LAYER),
     LayerArray("output, gated and rounded", "values", True, _EACH),
     LayerArray("product of o", "stream", True, ("dots",), "o"),
     LayerArray("product of o, before its norm", "stream", False, _LAYER, "post_norm"),
@@ -157,14 +161,16 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     kept = tokens * sum(values) * (num_periods + (num_periods > 1))
     attention_widths = model_config.head_dim * (model_config.num_heads + model_config.num_kv_heads)
     attention = 2 * len(model_config.stacks.get("layers", ())) * model_config.hidden_size * attention_widths
-    # Except on TPUs, gradients of replicated weights are summed over devices after the loop over layers.
-    experts = 3 * model_config.num_experts * model_config.hidden_size * model_config.mlp_size * model_config.num_layers
-    layers = flops.weights_per_device(model_config, machine.mesh, of_layers=True)
-    replicated = layers - experts // math.prod(machine.mesh[axis] for axis in ("fsdp", "tensor", "expert"))
+    # Except on TPUs, sums over devices that have the same weights run after the loop over layers.
     is_summed = machine.platform != "tpu" and machine.mesh["data"] * machine.mesh["expert"] > 1
+    summed = _layer_weights(model_config, machine, lambda axes: "num_experts" not in axes)
+    # GPUs gather along the first axis of an array. Other weights are transposed before the loop.
+    is_transposed = machine.platform == "gpu" and machine.mesh["fsdp"] > 1
+    transposed = _layer_weights(model_config, machine, lambda axes: axes[1] != "hidden_size")
     always = _terms(
         _Array("sum of gradients", trained, FLOAT32_BYTES),
-        _Array("gradients before their sum", replicated, FLOAT32_BYTES, is_summed and not model_config.lora_targets),
+        _Array("gradients before their sum", summed, FLOAT32_BYTES, is_summed and not model_config.lora_targets),
+        _Array("transposed weights", transposed, bytes_of(model_config.param_dtype), is_transposed),
         _Array("saved for the backward pass", kept, _activation_bytes(model_config, machine)),
         # The attention weights in the compute dtype.
         _Array(
@@ -286,10 +292,17 @@ def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str
             "layer weights and gradients",
             experts // (machine.mesh["expert"] * machine.mesh["tensor"]),
             FLOAT32_BYTES,
-            model_config.num_experts > 0,
+            is_trained and model_config.num_experts > 0,
         ),
         _Array("head gradient", head // machine.weight_shards, value_bytes, is_trained),
     )
+
+
+def _layer_weights(model_config: ModelConfig, machine: Machine, is_counted: Callable[[Sequence[str]], bool]) -> int:
+    """Returns the number of elements per device of the matrices of layers whose axes satisfy a condition."""
+    declared, sizes = declared_weights(model_config), flops.matrix_sizes(model_config).items()
+    counted = {path: size for path, size in sizes if flops.is_of_layers(path) and is_counted(declared[path].axes)}
+    return flops.elements_per_device(model_config, counted, machine.mesh)
 
 
 def _terms(*arrays: _Array) -> dict[str, int]:
