@@ -1,17 +1,19 @@
 """Compares memory plans with programs that are compiled for GPUs and TPUs: python benchmarks/memory_grid.py
 
-Compiles the gradient program of each point, which determines the peak of an update, in a process of its own. The bytes
-that a device holds during the program are appended to memory_grid.jsonl, and points that this file contains are not
-compiled again: delete it to compile all points, for example after an upgrade of JAX. Requires both environments of
-launch/compiler_env.sh. A point takes 1 to 3 minutes on two cores.
+Compiles the gradient program of each point, which determines the peak of an update, with all layers of the model, in a
+process of its own. The bytes of its buffers are appended to memory_grid.jsonl. Points that this file contains are not
+compiled again: delete the file to compile all of them, for example after an upgrade of JAX. Then run
+docs/hardware_table.py. Requires both environments of launch/compiler_env.sh. A point takes 10 to 40 CPU seconds.
 """
 
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from poly_epo_jax.model.hf import read_model_config
 from poly_epo_jax.model.lora import lora_fields
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.transformer import abstract_model
+from poly_epo_jax.parallel.mesh import shown_axes
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.step.packing import microbatch_rows
@@ -133,64 +136,80 @@ class Point(NamedTuple):
 
 POINTS = (
     Point("h100x1", "Qwen3-0.6B", "none", 1, 4096),
-    Point("h100x1", "Qwen3-4B", "none", 1, 4096, rank=16),
-    Point("h100x1", "Qwen3-1.7B", "none", 2, 4096),
-    Point("h100x1", "Qwen3.5-0.8B", "full", 1, 4096),
-    Point("h100x8", "Qwen3-30B-A3B", "full", 1, 4096, mesh=(1, 1, 8)),
-    Point("h100x1", "Gemma-3-1B", "dots", 1, 4096),
     Point("h100x1", "Qwen3-0.6B", "dots", 4, 4096),
     Point("h100x1", "Qwen3-0.6B", "full", 8, 4096),
+    Point("h100x1", "Qwen3-0.6B", "full", 24, 4096),
+    Point("h100x1", "Qwen3-1.7B", "none", 2, 4096),
     Point("h100x1", "Qwen3-1.7B", "attention", 4, 4096),
-    Point("h100x1", "Qwen3-1.7B", "dots", 2, 4096, rank=16),
+    Point("h100x1", "Qwen3-4B", "none", 1, 4096, rank=16),
     Point("h100x1", "Qwen3-4B", "dots", 1, 8192, rank=16),
-    Point("h100x1", "Qwen3-4B", "full", 2, 16_384, rank=16),
-    Point("h100x1", "Qwen3-4B", "full", 1, 4096),
     Point("h100x8", "Qwen3-4B", "none", 1, 8192),
+    Point("h100x8", "Qwen3-4B", "full", 1, 16_384, mesh=(4, 1, 1)),
+    Point("h100x1", "Llama-3.2-1B", "none", 2, 4096),
+    Point("h100x1", "Gemma-3-1B", "dots", 1, 4096),
+    Point("h100x1", "Gemma-3-1B", "none", 1, 4096),
+    Point("h100x1", "Qwen3.5-0.8B", "full", 1, 4096),
     Point("h100x1", "Qwen3.5-0.8B", "none", 1, 4096),
-    Point("h100x8", "Qwen3-30B-A3B", "dots", 1, 8192, rank=16),
+    Point("h100x8", "Qwen3-30B-A3B", "full", 1, 4096, mesh=(1, 1, 8)),
+    Point("h100x8", "Qwen3-30B-A3B", "none", 1, 2048, rank=16),
     Point("v5p-8", "Qwen3-0.6B", "none", 1, 4096),
+    Point("v5p-8", "Qwen3-0.6B", "full", 16, 4096),
+    Point("v5p-8", "Qwen3-1.7B", "dots", 2, 4096, mesh=(2, 2, 1)),
     Point("v5p-8", "Qwen3-4B", "full", 1, 16_384),
     Point("v5p-8", "Qwen3-4B", "none", 1, 4096, rank=16),
-    Point("v5p-8", "Qwen3-1.7B", "dots", 2, 4096, mesh=(2, 2)),
-    Point("v5p-8", "Qwen3-30B-A3B", "full", 1, 4096, mesh=(1, 1, 4)),
-    Point("v5p-8", "Qwen3.5-0.8B", "full", 1, 4096),
     Point("v5p-8", "Gemma-3-1B", "dots", 1, 4096),
-    Point("v5p-8", "Qwen3-4B", "attention", 2, 8192, rank=16),
-    Point("h100x1", "Llama-3.2-1B", "none", 2, 4096),
-    Point("h100x1", "Gemma-3-1B", "none", 1, 4096),
-    Point("h100x8", "Qwen3-4B", "full", 1, 16_384, mesh=(4, 1, 1)),
-    Point("h100x1", "Qwen3-0.6B", "full", 24, 4096),
-    Point("h100x1", "Llama-3.2-1B", "none", 1, 8192, rank=16),
-    Point("v5p-8", "Qwen3-0.6B", "full", 16, 4096),
-    Point("h100x8", "Qwen3-30B-A3B", "none", 1, 2048, rank=16),
+    Point("v5p-8", "Qwen3.5-0.8B", "full", 1, 4096),
+    Point("v5p-8", "Qwen3-30B-A3B", "full", 1, 4096, mesh=(1, 1, 4)),
 )
 
 
-def compile_point(point: Point, num_layers: int = 0) -> dict[str, Any]:
-    """Compiles the gradient of a point.
+def compile_point(point: Point, num_layers: int) -> None:
+    """Compiles the gradient of a point. If `num_layers` is 0, it has all layers of the model."""
+    config, model_config = point.config(), point.model_config(num_layers)
+    mesh = make_mesh(**config.mesh, available=preset_devices(MESHES[point.machine]))
+    update = make_update(config, abstract_model(model_config), mesh)
+    update.lower(microbatch_rows(config, mesh.shape), point.row_tokens)["gradient"].compile()
+
+
+def program_bytes(index: int, num_layers: int = 0) -> dict[str, Any]:
+    """Compiles the gradient of a point in a child process, with the environment of its machine.
+
+    The child process is killed when the compiler has assigned the buffers, because generating the code for a TPU
+    takes ten times as long.
 
     Args:
-      point: The point.
+      index: Index of the point.
       num_layers: Number of layers. If 0, all layers of the model.
 
     Returns:
-      The bytes of the program on one device, and the version of JAX.
+      The bytes of all buffers of the program on one device, and the version of JAX.
+
+    Raises:
+      RuntimeError: If the compiler fails.
     """
-    config, model_config, devices = (
-        point.config(),
-        point.model_config(num_layers),
-        preset_devices(MESHES[point.machine]),
-    )
-    mesh = make_mesh(**config.mesh, available=devices)
-    update = make_update(config, abstract_model(model_config), mesh)
-    lowered = update.lower(microbatch_rows(config, mesh.shape), point.row_tokens)["gradient"]
-    memory = lowered.compile().memory_analysis()
-    return {
-        "arguments": memory.argument_size_in_bytes,
-        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "jax": jax.__version__,
-    }
+    kind = "gpu" if POINTS[index].machine.startswith("h100") else "tpu"
+    # Variables of other programs, such as flags for CPUs, must not change the compiled programs.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_", "LIBTPU_"))}
+    with tempfile.TemporaryDirectory() as folder:
+        environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*_add_gradient.*"
+        command = [ROOT / f".venv-{kind}" / "bin" / "python", __file__, str(index), str(num_layers)]
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert child.stdout
+        version = child.stdout.readline().strip()
+        while not (found := _reported_bytes(Path(folder))):
+            if child.poll() is not None and not (found := _reported_bytes(Path(folder))):
+                raise RuntimeError(f"{POINTS[index]} was not compiled; see the error message above.")
+            time.sleep(1)
+        child.kill()
+        child.wait()
+    return {"bytes": found, "jax": version}
+
+
+def _reported_bytes(folder: Path) -> int:
+    """Returns the bytes of the buffers in device memory according to the compiler's report, or 0 without a report."""
+    text = "".join(path.read_text() for path in folder.glob("*memory-usage-report.txt"))
+    found = re.match(r"Memory Space: default \(color=0\)\nTotal bytes: (\d+) ", text)
+    return int(found[1]) if found else 0
 
 
 def found() -> dict[Point, dict[str, Any]]:
@@ -199,45 +218,52 @@ def found() -> dict[Point, dict[str, Any]]:
     return {Point(**(row["point"] | {"mesh": tuple(row["point"]["mesh"])})): row for row in rows}
 
 
-def compared(point: Point, compiled: Mapping[str, Any], num_layers: int = 0) -> tuple[float, float]:
+def held_and_planned(point: Point, compiled: Mapping[str, Any], num_layers: int = 0) -> tuple[int, int]:
     """Returns the bytes that a device holds during the program, and the planned bytes.
 
     Args:
       point: The point.
-      compiled: Result of `compile_point`. The program does not contain the moments, which also occupy memory.
+      compiled: Result of `program_bytes`. The program does not contain the moments, which also occupy memory.
       num_layers: Number of compiled layers. If 0, all layers of the model.
     """
     plan = point.plan(num_layers)
-    held = sum(compiled[part] for part in ("arguments", "results", "temporaries"))
-    return held + plan.resident["optimizer moments"], plan.stage_bytes("gradient")
+    return compiled["bytes"] + plan.resident["optimizer moments"], plan.stage_bytes("gradient")
 
 
 def table() -> Iterator[str]:
     """Yields the lines of the table, in Markdown."""
-    yield "| device | model | trained | remat | rows | data x fsdp x tensor x expert | compiled, GB | planned, GB | ratio |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    columns = (
+        "device",
+        "model",
+        "trained",
+        "remat",
+        "rows",
+        "mesh",
+        "compiled, GB",
+        "planned, GB",
+        "planned / compiled",
+    )
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
     for point, compiled in found().items():
-        (held, planned), machine = compared(point, compiled), point.plan().machine
+        (held, planned), machine = held_and_planned(point, compiled), point.plan().machine
         trained = f"LoRA, rank {point.rank}" if point.rank else "all weights"
-        rows, mesh = f"{point.rows} x {point.row_tokens:,}", " x ".join(map(str, machine.mesh.values()))
+        rows, mesh = f"{point.rows} x {point.row_tokens:,}", " x ".join(map(str, shown_axes(machine.mesh).values()))
         sizes = f"{held / 1e9:.1f} | {planned / 1e9:.1f} | {planned / held:.2f}"
         yield f"| {machine.device} | {point.model} | {trained} | {point.remat} | {rows} | {mesh} | {sizes} |"
 
 
 def main() -> None:
     """Compiles the missing points, or in a child process one point, and prints the table."""
-    if arguments := [int(argument) for argument in sys.argv[1:]]:
-        print(json.dumps(compile_point(POINTS[arguments[0]], *arguments[1:])))
+    if len(sys.argv) > 1:
+        print(jax.__version__, flush=True)
+        compile_point(POINTS[int(sys.argv[1])], int(sys.argv[2]))
         return
-    # Variables of other programs, such as flags for CPUs, must not change the compiled programs.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_", "LIBTPU_"))}
-    for i, point in enumerate(POINTS):
+    for index, point in enumerate(POINTS):
         if point not in found():
-            python = ROOT / (".venv-gpu" if point.machine.startswith("h100") else ".venv-tpu") / "bin" / "python"
-            command = [python, __file__, str(i)]
-            output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+            row = {"point": point._asdict()} | program_bytes(index)
             with RESULTS.open("a") as file:
-                file.write(json.dumps({"point": point._asdict()} | json.loads(output)) + "\n")
+                file.write(json.dumps(row) + "\n")
     print("\n".join(table()))
 
 
