@@ -116,9 +116,8 @@ class Point(NamedTuple):
         recipe = f"--config={ROOT}/configs/gsm8k.py:{self.machine}"
         return read_arguments([recipe, *(f"--config.{key}" for key in keys)])
 
-    def model_config(self, num_layers: int = 0) -> ModelConfig:
+    def model_config(self, config: Config, num_layers: int = 0) -> ModelConfig:
         """Returns the configuration of the model, with all its layers if `num_layers` is 0."""
-        config = self.config()
         options = config.model.compute_options | lora_fields(config.lora) | {"remat": self.remat}
         if self.model in PRESETS:
             found = preset_config(self.model, **options)
@@ -129,9 +128,9 @@ class Point(NamedTuple):
         return dataclasses.replace(found, num_layers=num_layers or found.num_layers)
 
     def plan(self, num_layers: int = 0) -> Plan:
-        """Returns the memory plan. The arguments are those of `model_config`."""
+        """Returns the memory plan, for all layers of the model if `num_layers` is 0."""
         config = self.config()
-        return make_plan(config, self.model_config(num_layers), *machine_of(config))
+        return make_plan(config, self.model_config(config, num_layers), *machine_of(config))
 
 
 POINTS = (
@@ -165,7 +164,8 @@ POINTS = (
 
 def compile_point(point: Point, num_layers: int) -> None:
     """Compiles the gradient of a point. If `num_layers` is 0, it has all layers of the model."""
-    config, model_config = point.config(), point.model_config(num_layers)
+    config = point.config()
+    model_config = point.model_config(config, num_layers)
     mesh = make_mesh(**config.mesh, available=preset_devices(MESHES[point.machine]))
     update = make_update(config, abstract_model(model_config), mesh)
     update.lower(microbatch_rows(config, mesh.shape), point.row_tokens)["gradient"].compile()
@@ -193,15 +193,14 @@ def program_bytes(index: int, num_layers: int = 0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*_add_gradient.*"
         command = [ROOT / f".venv-{kind}" / "bin" / "python", __file__, str(index), str(num_layers)]
-        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        assert child.stdout
-        version = child.stdout.readline().strip()
-        while not (found := _reported_bytes(Path(folder))):
-            if child.poll() is not None and not (found := _reported_bytes(Path(folder))):
-                raise RuntimeError(f"{POINTS[index]} was not compiled; see the error message above.")
-            time.sleep(1)
-        child.kill()
-        child.wait()
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout
+            version = child.stdout.readline().strip()
+            while not (found := _reported_bytes(Path(folder))):
+                if child.poll() is not None and not (found := _reported_bytes(Path(folder))):
+                    raise RuntimeError(f"{POINTS[index]} was not compiled; see the error message above.")
+                time.sleep(1)
+            child.kill()
     return {"bytes": found, "jax": version}
 
 
@@ -218,39 +217,30 @@ def found() -> dict[Point, dict[str, Any]]:
     return {Point(**(row["point"] | {"mesh": tuple(row["point"]["mesh"])})): row for row in rows}
 
 
-def held_and_planned(point: Point, compiled: Mapping[str, Any], num_layers: int = 0) -> tuple[int, int]:
-    """Returns the bytes that a device holds during the program, and the planned bytes.
+def held_bytes(plan: Plan, compiled: Mapping[str, Any]) -> int:
+    """Returns the bytes that a device holds during the program, which does not contain the optimizer moments.
 
     Args:
-      point: The point.
-      compiled: Result of `program_bytes`. The program does not contain the moments, which also occupy memory.
-      num_layers: Number of compiled layers. If 0, all layers of the model.
+      plan: Plan of the point.
+      compiled: Result of `program_bytes`.
     """
-    plan = point.plan(num_layers)
-    return compiled["bytes"] + plan.resident["optimizer moments"], plan.stage_bytes("gradient")
+    return compiled["bytes"] + plan.resident["optimizer moments"]
 
 
 def table() -> Iterator[str]:
     """Yields the lines of the table, in Markdown."""
-    columns = (
-        "device",
-        "model",
-        "trained",
-        "remat",
-        "rows",
-        "mesh",
-        "compiled, GB",
-        "planned, GB",
-        "planned / compiled",
-    )
+    columns = ("device", "model", "trained", "remat", "rows", "mesh", "compiled, GB", "planned, GB", "ratio")
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for point, compiled in found().items():
-        (held, planned), machine = held_and_planned(point, compiled), point.plan().machine
-        trained = f"LoRA, rank {point.rank}" if point.rank else "all weights"
-        rows, mesh = f"{point.rows} x {point.row_tokens:,}", " x ".join(map(str, shown_axes(machine.mesh).values()))
+        plan, trained = point.plan(), f"LoRA, rank {point.rank}" if point.rank else "all weights"
+        rows, mesh = (
+            f"{point.rows} x {point.row_tokens:,}",
+            " x ".join(map(str, shown_axes(plan.machine.mesh).values())),
+        )
+        held, planned = held_bytes(plan, compiled), plan.stage_bytes("gradient")
         sizes = f"{held / 1e9:.1f} | {planned / 1e9:.1f} | {planned / held:.2f}"
-        yield f"| {machine.device} | {point.model} | {trained} | {point.remat} | {rows} | {mesh} | {sizes} |"
+        yield f"| {plan.machine.device} | {point.model} | {trained} | {point.remat} | {rows} | {mesh} | {sizes} |"
 
 
 def main() -> None:

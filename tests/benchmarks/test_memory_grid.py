@@ -22,8 +22,10 @@ def grid(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_plans_match_all_points_of_the_grid(grid: ModuleType):
     found = grid.found()
     assert set(found) == set(grid.POINTS)
-    sizes = {point: grid.held_and_planned(point, row) for point, row in found.items()}
-    ratios = {point: planned / held for point, (held, planned) in sizes.items()}
+    plans = {point: point.plan() for point in found}
+    ratios = {
+        point: plan.stage_bytes("gradient") / grid.held_bytes(plan, found[point]) for point, plan in plans.items()
+    }
     assert not {point: ratio for point, ratio in ratios.items() if not LOWEST <= ratio <= HIGHEST}
 
 
@@ -31,9 +33,11 @@ def test_plans_match_all_points_of_the_grid(grid: ModuleType):
 @pytest.mark.skipif(
     not (ROOT / ".venv-tpu").exists(), reason="needs the environment of: bash launch/compiler_env.sh tpu"
 )
-@pytest.mark.parametrize("model, remat", [("Qwen3-0.6B", "none"), ("Qwen3-1.7B", "dots"), ("Qwen3-4B", "full")])
+@pytest.mark.parametrize(
+    "model, remat", [("Qwen3-0.6B", "none"), ("Qwen3-1.7B", "dots"), ("Qwen3-4B", "none"), ("Gemma-3-1B", "dots")]
+)
 def test_plans_match_programs_of_two_layers(grid: ModuleType, model: str, remat: str):
     indices = {(point.model, point.remat): i for i, point in enumerate(grid.POINTS) if point.machine == "v5p-8"}
     index = indices[model, remat]
-    held, planned = grid.held_and_planned(grid.POINTS[index], grid.program_bytes(index, num_layers=2), num_layers=2)
-    assert LOWEST <= planned / held <= HIGHEST
+    plan, compiled = grid.POINTS[index].plan(num_layers=2), grid.program_bytes(index, num_layers=2)
+    assert LOWEST <= plan.stage_bytes("gradient") / grid.held_bytes(plan, compiled) <= HIGHEST

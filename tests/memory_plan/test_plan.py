@@ -33,7 +33,7 @@ from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
-from poly_epo_jax.startup.prepare import model_shape
+from poly_epo_jax.startup.prepare import check_memory, model_shape
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import microbatch_rows
@@ -371,6 +371,15 @@ def test_a_plan_needs_neither_devices_nor_weights(tmp_path, monkeypatch, capsys)
 def test_a_plan_that_exceeds_the_memory_prints_a_warning(tmp_path, capsys):
     bench.plan(read_config(polaris.get_config("v6e-1")), tmp_path / "plan.json", every_mesh=False)
     assert "Warning: a device needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device, tolerance", [("h100", 1.0), ("v5p", 1.0), ("", 1.0), ("cpu", 1.1)])
+def test_only_plans_for_cpus_may_exceed_the_memory(device: str, tolerance: float):
+    config, machine = read_config(polaris.get_config()), Machine(device, dict.fromkeys(AXES, 1))
+    plan = make_plan(config, preset_config("Qwen3-0.6B"), machine, None)
+    check_memory(config, dataclasses.replace(plan, memory_bytes=int(plan.needed_bytes / tolerance) + 1), 0)
+    with pytest.raises(ConfigError, match=r"train\.rows_per_device"):
+        check_memory(config, dataclasses.replace(plan, memory_bytes=int(plan.needed_bytes / tolerance) - 1), 0)
 
 
 # Presets
