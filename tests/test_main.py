@@ -118,6 +118,8 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.train.num_steps=abc"], ["train.num_steps='abc' must be a whole number."]),
         ([FILE, "--config.train.num_steps=1.5"], ["train.num_steps='1.5' must be a whole number."]),
         ([FILE, "--config.optimizer.learning_rate=fast"], ["optimizer.learning_rate='fast' must be a finite number."]),
+        ([FILE, "--config.train.profile_steps=12:10"], ["train.profile_steps='12:10' must be FIRST:LAST", "10:12"]),
+        ([FILE, "--config.train.profile_steps=abc"], ["train.profile_steps='abc' must be FIRST:LAST"]),
         ([FILE, "--config.train=3"], ["no key config.train", "config.train.num_steps"]),
         ([FILE, "--config.task.options=3"], ["task.options=3 must be a dictionary."]),
         ([FILE, "--config.rollouts.shared_servers=yes"], ["rollouts.shared_servers='yes' must be True or False."]),
@@ -177,7 +179,7 @@ def test_invalid_arguments_are_reported(arguments: list[str], words: list[str], 
     [
         (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "num_kv_heads=2"]),
         (["--config.train.max_prompt_tokens=1"], ["train.max_prompt_tokens=1 ", "held-out problem", "eval.every=0"]),
-        (["--config.train.max_prompt_tokens=1", "--config.eval.every=0"], ["there are only 0 training problems"]),
+        (["--config.train.max_prompt_tokens=1", "--config.eval.every=0"], ["only 0 training problems"]),
         (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
         (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),
     ],
@@ -201,12 +203,17 @@ def saved_run(folder: Path, **changes: Any) -> None:
 
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, error_message):
     mutable = {"train.num_steps": 7, "train.rows_per_device": 2, "mesh.data": 2, "model.path": "/moved"}
+    mutable |= {"train.profile_steps": "1:2"}
     immutable = {"optimizer.schedule": "constant", "rollouts.in_flight": True}
     saved_run(tmp_path / "run", seed=3, **immutable, **mutable)
-    changed = "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3"
+    changes = "optimizer.learning_rate=1e-3", "train.deterministic=True", "log.generations_every=3"
+    changed = [f"--config.{change}" for change in changes]
     text = error_message(FILE, "--config.optimizer.schedule=constant", *changed)
     in_flight = "rollouts.in_flight (the staleness of responses depends on it)"
-    assert f"contains a run with different values of optimizer.learning_rate, {in_flight}, seed; " in text
+    assert (
+        f"contains a run with different values of optimizer.learning_rate, {in_flight}, seed, train.deterministic; "
+        in text
+    )
     assert str(tmp_path / "run") in text
 
 
@@ -509,3 +516,13 @@ def test_an_interrupt_in_a_notebook_ends_the_wait_for_the_judge(tmp_path: Path):
         loop.run_until_complete(cell())
     loop.close()
     assert not judge.has_waited
+
+
+def test_a_missing_logger_is_reported_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(main, "prepare", pytest.fail)
+    config = polynomial.get_config()
+    config.workdir, config.log.wandb_project = str(tmp_path / "run"), "p"
+    with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
+        main.run(read_config(config))
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ computed.
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -21,13 +22,16 @@ from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.policy import find_model
 from poly_epo_jax.model.presets import has_preset, preset_config
 from poly_epo_jax.model.transformer import AUTO, abstract_model, param_shapes
+from poly_epo_jax.parallel.compiler_options import use_deterministic_programs
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.startup.base_policy import base_shape
 from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
+from poly_epo_jax.startup.resume_code import check_resume_code
 from poly_epo_jax.startup.rules import check_rules, task_rules
+from poly_epo_jax.step.advantages import check_estimator
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.limits import memory_limit
 from poly_epo_jax.types import Judge, Task
@@ -49,6 +53,7 @@ class Prepared:
       plan: Memory plan of the run.
       rows_that_fit: Maximum number of rows per device that the plan allows.
       digests: Digests of the problems, see `check_same_content`.
+      code: Digests of the user's code, see `check_resume_code`.
     """
 
     mesh: Mesh
@@ -58,6 +63,7 @@ class Prepared:
     plan: Plan
     rows_that_fit: int
     digests: dict[str, str]
+    code: dict[str, Any]
 
 
 def prepare(config: Config) -> Prepared:
@@ -70,11 +76,13 @@ def prepare(config: Config) -> Prepared:
     for key, folder in _output_folders(config).items():
         check_writable(key, Path(folder))
     mesh = make_mesh(**config.mesh)
+    code = check_resume_code(config)
     task = make_task(config.task)
     check_rules(task_rules(config, task))
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
     judge = make_judge(config.judge, task)
+    check_estimator(config.algo, config.train.num_generations)
     model_config = _configured_shape(config, task)
     if max_sequence_tokens(config) > model_config.max_position:
         raise ConfigError(
@@ -87,11 +95,12 @@ def prepare(config: Config) -> Prepared:
     plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, plan, rows_that_fit)
     model_config = dataclasses.replace(model_config, remat=plan.remat)
-    return Prepared(mesh, task, judge, model_config, plan, rows_that_fit, digests)
+    return Prepared(mesh, task, judge, model_config, plan, rows_that_fit, digests, code)
 
 
-def use_compilation_cache(config: Config) -> None:
-    """Makes JAX read and write compiled programs in the folder `compilation_cache_dir`, which later commands reuse."""
+def configure_compiler(config: Config) -> None:
+    """Sets the folder of compiled programs, which later commands reuse, and whether programs are deterministic."""
+    use_deterministic_programs(config.train.deterministic)
     compilation_cache.reset_cache()  # JAX would continue to use the folder of an earlier run in the same process.
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
 

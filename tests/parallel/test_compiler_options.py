@@ -1,5 +1,7 @@
 """Tests that options reach the compiler, and that rejected options are omitted with a warning."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -29,6 +31,20 @@ def test_rejected_options_are_omitted_with_a_warning(options):
     options(KNOWN | {"xla_there_is_no_such": "1"})
     with pytest.warns(UserWarning, match="xla_there_is_no_such=1"):
         assert module.compiler_options(ONE) == KNOWN
+
+
+def test_only_programs_on_gpus_are_deterministic_and_only_if_selected(monkeypatch):
+    monkeypatch.setattr(module, "_uses_deterministic", False)
+    double, compiled = module.Jit(lambda x: 2 * x), []
+    for backend, enabled in (("cpu", True), ("gpu", False), ("gpu", True), ("tpu", True)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        module.use_deterministic_programs(enabled)
+        assert double(3.0) == 6
+        expected = module.DETERMINISTIC if (backend, enabled) == ("gpu", True) else {}
+        assert module.deterministic_options() == module.compiler_options(ONE) == expected
+        programs: tuple[Any, Any] = double._default, double._deterministic
+        compiled.append(tuple(one._cache_size() for one in programs))
+    assert compiled == [(1, 0), (1, 0), (1, 1), (1, 1)]
 
 
 def test_options_refer_to_known_devices():
