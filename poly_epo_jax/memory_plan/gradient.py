@@ -97,7 +97,7 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
         _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes),  # Gradient of the logits.
         _Array(logits, chunk_logits, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
         _Array(logits, -shared, FLOAT32_BYTES, is_tpu and is_trained),
-        # Without a head gradient, the gradient of the logits is in the buffer of the float32 logits of the forward pass.
+        # Without a head gradient, the gradient of the logits is in the buffer of the logits of the forward pass.
         _Array(logits, chunk_logits, value_bytes, is_tpu and not is_trained),
         _Array("hidden states", 3 * tokens // machine.mesh["tensor"] * model_config.hidden_size, value_bytes),
     )
