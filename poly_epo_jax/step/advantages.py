@@ -120,7 +120,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
                 )
             if not np.isfinite(values).all():
                 raise ValueError(
-                    f"{estimator.title} computed a non-finite advantage for problem {problem.id} of step {step}; "
+                    f"{estimator.title} computed a non-finite advantage for problem {problem.id!r} of step {step}; "
                     "correct the function of algo.advantages or algo.objective, or its options."
                 )
             rows.append(values)

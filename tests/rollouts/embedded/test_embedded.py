@@ -183,13 +183,13 @@ def test_new_weights_change_generations_and_weight_version(rollouts, groups):
 
 def test_prompts_that_are_too_long_raise_an_error(rollouts):
     too_long = Problem("seven", "a" * 11, "")
-    message = r"prompt of problem seven has 11 tokens, more than train\.max_prompt_tokens=10"
+    message = r"prompt of problem 'seven' has 11 tokens, more than train\.max_prompt_tokens=10"
     with pytest.raises(ValueError, match=message):
         generate(rollouts, [*PROBLEMS[:9], too_long], 4)
 
 
 def test_empty_prompts_raise_an_error(rollouts):
-    with pytest.raises(ValueError, match="prompt of problem blank is empty"):
+    with pytest.raises(ValueError, match="prompt of problem 'blank' is empty"):
         generate(rollouts, [Problem("blank", "", "")], 4)
 
 
