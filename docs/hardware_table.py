@@ -3,6 +3,7 @@
 python docs/hardware_table.py        replaces the tables of the page; takes seconds
 """
 
+import runpy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -29,8 +30,8 @@ BYTES = ("weights and moments, GB", "peak, GB")
 
 
 def table() -> str:
-    """Returns the tables as Markdown: one GPU, adapters with long sequences, and the meshes of machines.py."""
-    return "".join(f"{line}\n" for part in (_one_gpu, _adapters, _meshes) for line in part())
+    """Returns the tables: one GPU, adapters, the meshes of machines.py, and compiled programs."""
+    return "".join(f"{line}\n" for part in (_one_gpu, _adapters, _meshes, _compiled) for line in part())
 
 
 def main() -> None:
@@ -80,6 +81,17 @@ def _meshes() -> Iterable[str]:
         planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)[1:]]
         count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, shown_axes(axes).values()))
         yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
+    yield ""
+
+
+def _compiled() -> Iterable[str]:
+    yield from ("### Compiled programs", "")
+    yield (
+        "Memory of the gradient of an update, compiled for a device of `h100x1`, `h100x8` or `v5p-8` with jax 0.10.2 "
+        "but not run, beside the plan. `python benchmarks/memory_grid.py` compiles this grid."
+    )
+    yield ""
+    yield from runpy.run_path(str(ROOT / "benchmarks" / "memory_grid.py"))["table"]()
     yield ""
 
 

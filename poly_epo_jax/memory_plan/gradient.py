@@ -1,109 +1,21 @@
 """Plans the memory of the gradient: the forward and backward pass of one microbatch.
 
-Each array that compiled programs were observed to hold has one entry, except for linear attention. `LAYER_ARRAYS` lists
-the arrays of a layer, and `gradient_bytes`, `_head` and `_layer` list the others. `tests/memory_plan/test_plan.py`
-compares the sums with compiled programs.
+Each array that compiled programs were observed to hold has one entry. `layer_arrays.py` lists the arrays of a layer,
+and `gradient_bytes`, `_head` and `_layer` list the others. benchmarks/memory_grid.py and
+`tests/memory_plan/test_plan.py` compare the sums with compiled programs.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from poly_epo_jax.config.keys import Config
+from poly_epo_jax.memory_plan.layer_arrays import FLOAT32_BYTES, activation_bytes, bytes_of, layer_values
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.linear_attention import CHUNK
 from poly_epo_jax.model.logprobs import chunk_size
+from poly_epo_jax.model.transformer import declared_weights
 from poly_epo_jax.parallel.devices import Machine
 from poly_epo_jax.step.packing import row_tokens
-
-FLOAT32_BYTES = 4
-
-
-class LayerArray(NamedTuple):
-    """An array of a layer that holds one vector per token.
-
-    Attributes:
-      name: Description of the array.
-      width: Length of the vectors: width of the residual "stream" or of the "mlp", all heads of "queries" or "keys", or
-        the "channels", all heads of "values", or share of the "states" of linear attention.
-      split: Whether the array is sharded over the mesh axis `tensor`.
-      held: "layer" if a device holds the array during the backward pass of the layer's MLP, and the remat policies
-        that save the array of every layer for the backward pass.
-      part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
-        of "norm" and "qk_norm" are normalized values, which remat=none does not save if an adapter is trained, because
-        the norm weights are then frozen. Arrays of "experts" exist in mixtures of experts, which have no arrays of the
-        width "mlp". Arrays of "norm" and "post_norm" exist in models that normalize the inputs and the outputs of
-        attention and MLP, and arrays of "gated_attention" in models with this attention. Other parts name the weight of
-        a matrix product. If this weight has an adapter, remat=dots also saves the adapter's product.
-      is_float32: Whether the array is float32 with every compute dtype.
-    """
-
-    name: str
-    width: str
-    split: bool
-    held: tuple[str, ...]
-    part: str = ""
-    is_float32: bool = False
-
-
-_EACH, _DOTS = ("layer", "none"), ("layer", "none", "dots")
-
-LAYER_ARRAYS = (
-    LayerArray("input", "stream", False, _EACH),
-    LayerArray("input, split by tokens", "stream", True, ("full", "attention", "dots")),
-    LayerArray("input, normalized", "stream", False, _EACH, "norm"),
-    LayerArray("product of q", "queries", True, ("dots",), "q"),
-    LayerArray("queries, normalized", "queries", True, _EACH, "qk_norm"),
-    LayerArray("queries, rotated", "queries", True, _EACH),
-    LayerArray("product of k", "keys", True, _DOTS, "k"),
-    LayerArray("keys, normalized", "keys", True, _EACH, "qk_norm"),
-    LayerArray("keys, rotated", "keys", True, _EACH),
-    LayerArray("product of v", "keys", True, _DOTS, "v"),
-    LayerArray("attention", "queries", True, (*_DOTS, "attention")),
-    LayerArray("gate of the attention", "queries", True, _DOTS, "gated_attention"),
-    LayerArray("sigmoid(gate)", "queries", True, ("none",), "gated_attention"),
-    LayerArray("attention, gated", "queries", True, _EACH, "gated_attention"),
-    # The number of arrays of each width of linear attention was fitted to the memory of compiled programs for CPUs.
-    LayerArray("product of qkv", "channels", False, _DOTS, "qkv"),
-    *(LayerArray(f"inputs of the convolution, distance {i}", "channels", False, ("layer",)) for i in range(4)),
-    LayerArray("gradient of the convolution", "channels", False, ("layer",), is_float32=True),
-    LayerArray("queries, keys and values", "channels", True, _EACH, is_float32=True),
-    LayerArray("queries, keys and values, gradient", "channels", True, ("layer",), is_float32=True),
-    LayerArray("chunks", "channels", True, ("layer",), is_float32=True),
-    LayerArray("chunks, gradient", "channels", True, ("layer",), is_float32=True),
-    LayerArray("states before chunks", "states", True, _EACH, is_float32=True),
-    LayerArray("output of chunks", "values", True, _EACH),
-    LayerArray("output of linear attention", "values", True, _EACH),
-    LayerArray("output, squared and normalized", "values", True, ("none",)),
-    LayerArray("output, times its norm weight", "values", True, ("none",)),
-    LayerArray("product of output_gate", "values", True, _DOTS, "output_gate"),
-    LayerArray("silu(output gate)", "values", True, ("none",)),
-    LayerArray("output, gated", "values", True, _EACH),
-    LayerArray("output, gated and rounded", "values", True, _EACH),
-    LayerArray("product of o", "stream", True, ("dots",), "o"),
-    LayerArray("product of o, before its norm", "stream", False, _EACH, "post_norm"),
-    LayerArray("input of the MLP", "stream", False, _EACH),
-    LayerArray("input of the MLP, normalized", "stream", False, _EACH, "norm"),
-    LayerArray("product of gate", "mlp", True, _DOTS, "gate"),
-    LayerArray("product of up", "mlp", True, _DOTS, "up"),
-    LayerArray("silu(gate)", "mlp", True, _EACH),
-    LayerArray("silu(gate) up", "mlp", True, _EACH),
-    LayerArray("product of down, before its norm", "stream", False, _DOTS, "post_norm"),
-    LayerArray("gradient of silu(gate) up", "mlp", True, _EACH),
-    LayerArray("gradient of silu(gate) or up", "mlp", True, _EACH),
-    LayerArray("gradient of the output", "stream", False, _EACH),
-    # Experts process blocks of tokens. Sums over experts are float32, or two values in the compute dtype.
-    LayerArray("sum over experts", "stream", False, ("layer",), "experts"),
-    LayerArray("sum over experts, other half", "stream", False, ("layer",), "experts"),
-    # Matmuls on CPUs need transposed arrays, and the blockwise attention holds blocks and initial sums.
-    LayerArray("input, transposed", "stream", False, _EACH, "blockwise"),
-    LayerArray("input of the MLP, transposed", "stream", False, _EACH, "blockwise"),
-    LayerArray("blocks of queries", "queries", True, _EACH, "blockwise"),
-    LayerArray("sums of the attention", "queries", True, _EACH, "blockwise"),
-    LayerArray("blocks of keys", "keys", True, _EACH, "blockwise"),
-    LayerArray("blocks of values", "keys", True, _EACH, "blockwise"),
-)
 
 
 class _Array(NamedTuple):
@@ -118,9 +30,8 @@ class _Array(NamedTuple):
 def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, rows: int) -> dict[str, int]:
     """Plans the forward and backward pass of one microbatch on one device.
 
-    The backward pass processes the head first and then the layers, so only the larger of these two parts counts. On
-    TPUs both parts count, because compiled programs allocate them separately. Programs for TPUs also convert the
-    weights of all layers to the compute dtype before the loop over layers.
+    The backward pass processes the head first and then the layers, so only the larger of these two parts counts.
+    Programs for TPUs convert the weights of all layers to the compute dtype before the loop over layers.
 
     Args:
       config: The configuration.
@@ -139,68 +50,30 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     kept = tokens * sum(values) * (num_periods + (num_periods > 1))
     attention_widths = model_config.head_dim * (model_config.num_heads + model_config.num_kv_heads)
     attention = 2 * len(model_config.stacks.get("layers", ())) * model_config.hidden_size * attention_widths
+    # Except on TPUs, sums over devices that have the same weights run after the loop over layers.
+    is_summed = machine.platform != "tpu" and machine.mesh["data"] * machine.mesh["expert"] > 1
+    summed = _layer_weights(model_config, machine, lambda axes: "num_experts" not in axes)
+    # GPUs gather along the first axis of an array. Other weights are transposed before the loop.
+    is_transposed = machine.platform == "gpu" and machine.mesh["fsdp"] > 1
+    transposed = _layer_weights(model_config, machine, lambda axes: axes[1] != "hidden_size")
+    is_converted = machine.platform == "tpu" and model_config.dtype != model_config.param_dtype
+    converted = flops.weights_per_device(model_config, machine.mesh, of_layers=True)
     always = _terms(
         _Array("sum of gradients", trained, FLOAT32_BYTES),
-        _Array("saved for the backward pass", kept, _activation_bytes(model_config, machine)),
+        _Array("gradients before their sum", summed, FLOAT32_BYTES, is_summed and not model_config.lora_targets),
+        _Array("converted layer weights", converted, bytes_of(model_config.dtype), is_converted),
+        _Array("transposed weights", transposed, bytes_of(model_config.param_dtype), is_transposed),
+        _Array("saved for the backward pass", kept, activation_bytes(model_config, machine)),
         # The attention weights in the compute dtype.
         _Array(
             "saved for the backward pass",
             attention // machine.mesh["tensor"],
             value_bytes,
-            model_config.remat == "none",
+            model_config.remat == "none" and machine.platform == "cpu",
         ),
     )
     head, layer = _head(model_config, machine, tokens), _layer(model_config, machine, tokens)
-    if machine.platform == "tpu":
-        weights = flops.weights_per_device(model_config, machine.mesh, of_layers=True)
-        is_converted = model_config.dtype != model_config.param_dtype
-        converted = _terms(_Array("converted layer weights", weights, value_bytes, is_converted))
-        return always | converted | head | layer
     return always | max(layer, head, key=lambda terms: sum(terms.values()))
-
-
-def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack: str = "layers") -> int:
-    """Returns the number of values per token that one device holds for the arrays of one layer.
-
-    Args:
-      model_config: The model configuration.
-      machine: The machine.
-      holder: "layer" for the backward pass of the layer's MLP, or the remat policy that saves the arrays.
-      stack: Stack of the layer, a key of `ModelConfig.stacks`.
-    """
-    widths = {"stream": model_config.hidden_size, "mlp": model_config.mlp_size}
-    if stack == "linear_layers":
-        all_values = model_config.linear_value_heads * model_config.linear_value_dim
-        widths["channels"], widths["values"] = model_config.linear_channels, all_values
-        widths["states"] = all_values * model_config.linear_key_dim // CHUNK
-    else:
-        widths["queries"] = model_config.num_heads * model_config.head_dim
-        widths["keys"] = model_config.num_kv_heads * model_config.head_dim
-    # On TPUs, models with windows use blockwise attention.
-    has_kernel = machine.platform == "gpu" or (machine.platform == "tpu" and not any(model_config.windows))
-    is_blockwise = model_config.attention == "blockwise" or (model_config.attention == "auto" and not has_kernel)
-    saves_norms = not (holder == "none" and model_config.lora_targets)
-    parts = {
-        "blockwise": is_blockwise,
-        "norm": model_config.pre_norm and saves_norms,
-        "qk_norm": saves_norms or not model_config.qk_norm,
-        "post_norm": model_config.post_norm,
-        "mlp": not model_config.num_experts,
-        "experts": model_config.num_experts > 0,
-        "gated_attention": model_config.gated_attention,
-    }
-    absent = {part for part, is_present in parts.items() if not is_present}
-    present = [array for array in LAYER_ARRAYS if array.width in widths]
-    held = [array for array in present if holder in array.held and absent.isdisjoint((array.part, array.width))]
-    if holder == "dots":
-        held += [array for array in held if array.part in model_config.lora_targets]
-    float32_values = FLOAT32_BYTES // _activation_bytes(model_config, machine)
-
-    def values_of(is_split: bool) -> int:
-        arrays = (array for array in held if array.split == is_split)
-        return sum(widths[array.width] * (float32_values if array.is_float32 else 1) for array in arrays)
-
-    return values_of(True) // machine.mesh["tensor"] + values_of(False)
 
 
 def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str, int]:
@@ -217,12 +90,15 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
     return _terms(
         _Array("gathered head", head, value_bytes, not is_parameter),
         _Array(sums, head, FLOAT32_BYTES, is_trained),  # Sum over all chunks.
-        _Array(sums, head, FLOAT32_BYTES, is_trained),  # Gradient of one chunk, before it is added to the sum.
+        # Gradient of one chunk, before it is added to the sum. Matmuls on GPUs add it without storing it.
+        _Array(sums, head, FLOAT32_BYTES, is_trained and machine.platform != "gpu"),
         _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # Sum over devices.
         _Array(logits, chunk_logits, FLOAT32_BYTES),
         _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes),  # Gradient of the logits.
         _Array(logits, chunk_logits, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
-        _Array(logits, -shared, FLOAT32_BYTES, is_tpu),
+        _Array(logits, -shared, FLOAT32_BYTES, is_tpu and is_trained),
+        # Without a head gradient, the gradient of the logits is in the buffer of the logits of the forward pass.
+        _Array(logits, chunk_logits, value_bytes, is_tpu and not is_trained),
         _Array("hidden states", 3 * tokens // machine.mesh["tensor"] * model_config.hidden_size, value_bytes),
     )
 
@@ -248,17 +124,24 @@ def _layer(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str
     values = sum(layer_values(model_config, machine, "layer", stack) for stack in model_config.stacks)
     head = model_config.vocab_size * model_config.hidden_size
     return _terms(
-        _Array("layer activations", values * tokens + gathered, _activation_bytes(model_config, machine)),
+        _Array("layer activations", values * tokens + gathered, activation_bytes(model_config, machine)),
         _Array("layer weights and gradients", weights, value_bytes, is_copied),
         _Array("layer weights and gradients", period, FLOAT32_BYTES, is_trained and num_periods > 1),
         _Array(
             "layer weights and gradients",
             experts // (machine.mesh["expert"] * machine.mesh["tensor"]),
             FLOAT32_BYTES,
-            model_config.num_experts > 0,
+            is_trained and model_config.num_experts > 0,
         ),
         _Array("head gradient", head // machine.weight_shards, value_bytes, is_trained),
     )
+
+
+def _layer_weights(model_config: ModelConfig, machine: Machine, is_counted: Callable[[Sequence[str]], bool]) -> int:
+    """Returns the number of elements per device of the matrices of layers whose axes satisfy a condition."""
+    declared, sizes = declared_weights(model_config), flops.matrix_sizes(model_config).items()
+    counted = {path: size for path, size in sizes if flops.is_of_layers(path) and is_counted(declared[path].axes)}
+    return flops.elements_per_device(model_config, counted, machine.mesh)
 
 
 def _terms(*arrays: _Array) -> dict[str, int]:
@@ -267,13 +150,3 @@ def _terms(*arrays: _Array) -> dict[str, int]:
     for array in arrays:
         terms[array.term] += array.elements * array.element_bytes * array.is_held
     return terms
-
-
-def _activation_bytes(model_config: ModelConfig, machine: Machine) -> int:
-    """Returns the bytes of one activation. Programs for CPUs hold bfloat16 activations in float32."""
-    return FLOAT32_BYTES if machine.device == "cpu" else bytes_of(model_config.dtype)
-
-
-def bytes_of(dtype: str) -> int:
-    """Returns the bytes of one element of a dtype."""
-    return np.dtype(dtype).itemsize

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import jax
 
 from poly_epo_jax.config.keys import Config, max_draws, max_sequence_tokens
-from poly_epo_jax.memory_plan.gradient import FLOAT32_BYTES, bytes_of, gradient_bytes
+from poly_epo_jax.memory_plan.gradient import gradient_bytes
+from poly_epo_jax.memory_plan.layer_arrays import FLOAT32_BYTES, bytes_of
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES

@@ -64,10 +64,11 @@ def weights_per_device(
       of_layers: Whether only the matrices of layers are counted.
     """
     sizes = {path: size for path, size in matrix_sizes(config).items() if is_of_layers(path) or not of_layers}
-    return _elements_per_device(config, sizes, {**mesh, **dict.fromkeys(gathered, 1)})
+    return elements_per_device(config, sizes, {**mesh, **dict.fromkeys(gathered, 1)})
 
 
-def _elements_per_device(config: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+def elements_per_device(config: ModelConfig, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> int:
+    """Returns the number of elements on each device of a mesh of weights with these sizes, keyed by their paths."""
     declared = declared_weights(config)
     shards = {path: math.prod(mesh[axis] for name in declared[path].axes if (axis := RULES[name])) for path in sizes}
     return sum(size // shards[path] for path, size in sizes.items())
@@ -158,7 +159,7 @@ def trained_elements(config: Config, model_config: ModelConfig, mesh: Mapping[st
     Returns:
       The number of elements per device.
     """
-    return _elements_per_device(model_config, trained_sizes(config, model_config), mesh)
+    return elements_per_device(model_config, trained_sizes(config, model_config), mesh)
 
 
 def gradient_passes(config: Config, model_config: ModelConfig) -> float:

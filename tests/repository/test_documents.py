@@ -221,6 +221,7 @@ RULES = (
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
     Rule("python benchmarks/intervals.py", elsewhere="tests/benchmarks/test_intervals.py, with fewer cases"),
+    Rule("python benchmarks/memory_grid.py", elsewhere="tests/benchmarks/test_memory_grid.py, with fewer points"),
     Rule("python benchmarks/grading.py", elsewhere="tests/tasks/test_answer_pairs.py grades the same pairs"),
     Rule("python benchmarks/planted_strategies.py", says="responses: runs/planted/responses.jsonl"),
     Rule("python benchmarks/theory", elsewhere="tests/benchmarks/test_theory.py, with fewer steps; takes minutes"),

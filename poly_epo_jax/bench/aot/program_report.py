@@ -118,6 +118,8 @@ class ProgramReport:
             "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
         }
+        if self._plan.machine.platform == "tpu":  # There, `temp_size_in_bytes` exceeds the assigned buffers.
+            held["temporaries"] = memory.peak_memory_in_bytes - held["arguments"] - held["results"]
         # The arguments of the optimizer include the moments. During the other programs, the moments occupy memory.
         resident_elsewhere = 0 if name == "optimizer" else self._plan.resident["optimizer moments"]
         resident_elsewhere += self._plan.resident.get("reference policy", 0)
