@@ -1,0 +1,173 @@
+"""Stages in the order of their value: processes, their seconds on an H100, and how their results are read."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from poly_epo_jax.accelerator import figures
+
+ROOT = Path(__file__).parents[2]
+"""Root of the repository, from which the command starts."""
+TESTS = ROOT / "tests" / "accelerator.txt"
+"""Names of the tests that run on the device, one per line."""
+KILLED_RUN, RANDOM_TEXT = ROOT / "launch" / "killed_run.py", ROOT / "launch" / "random_text.py"
+LORA = {"lora__rank": 16, "model__param_dtype": "bfloat16"}
+# Sizes of the rehearsal.
+TINY_POLICY = {"base__hidden_size": 32, "base__mlp_size": 64, "base__num_layers": 1, "base__clean_steps": 60}
+TINY_BATCH = {"train__prompts_per_batch": 8, "train__prompts_per_minibatch": 4}
+
+
+class Measurement(NamedTuple):
+    """A process that writes results. Its working folder is the output folder.
+
+    Attributes:
+      name: Name of its log in the folder of the stage.
+      seconds: Time on an H100, which determines its fraction of the time of all measurements.
+      command: Program and arguments.
+      exit_code: Expected exit code. Negative values are signals.
+    """
+
+    name: str
+    seconds: float
+    command: Sequence[str]
+    exit_code: int = 0
+
+
+class Stage(NamedTuple):
+    """Measurements of one kind.
+
+    Attributes:
+      name: Name of the stage and of its folder.
+      measurements: Processes, which run one after another.
+      read: Reads the figures from the folder of the stage, as far as they are measured.
+    """
+
+    name: str
+    measurements: Sequence[Measurement]
+    read: Callable[[Path], Iterable[figures.Figure]]
+
+
+def make_stages(is_small: bool) -> list[Stage]:
+    """Creates all stages. With `is_small`, sizes are tiny, to rehearse the command on any machine."""
+    return [
+        Stage("doctor", _doctor(is_small), figures.read_doctor),
+        Stage("learning", _learning(is_small), figures.read_learning),
+        Stage("update", _update(is_small), figures.read_bench),
+        Stage("decode", _decode(is_small), figures.read_bench),
+        Stage("step", _step(is_small), figures.read_step),
+        Stage("tests", _tests(), figures.read_tests),
+        Stage("compare", _compare(is_small), figures.read_comparison),
+    ]
+
+
+def _package(command: str, *flags: str, **changes: object) -> list[str]:
+    """Returns a command of the package. In the names of changed configuration keys, `__` stands for a dot."""
+    keys = [f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()]
+    return [sys.executable, "-m", f"poly_epo_jax.{command}", *flags, *keys]
+
+
+def _doctor(is_small: bool) -> list[Measurement]:
+    """Checks the device with the default attention kernel, which is Triton on GPUs, and with the blockwise kernel."""
+    flags = ("--config=polynomial" if is_small else "--config=gsm8k", "--short")
+    return [
+        Measurement(
+            kernel, seconds, _package("doctor", *flags, f"--output=doctor/{kernel}.json", model__attention=kernel)
+        )
+        for kernel, seconds in (("auto", 40), ("blockwise", 20))
+    ]
+
+
+def _learning(is_small: bool) -> list[Measurement]:
+    """Trains a tiny policy without interruption, and again with a kill and a resume."""
+    changes = {"train__num_steps": 20, "checkpoint__every": 6, "eval__every": 0, "log__generations_every": 1}
+    changes |= {"base__clean_steps": 150, "base__noisy_steps": 15} if is_small else {}
+    found = []
+    for kind, seconds in (("deterministic", 60), ("default", 40)):
+        changes |= {"train__deterministic": kind == "deterministic"}
+        whole, killed = (
+            _package("main", "--config=polynomial", **changes, workdir=f"learning/{kind}{suffix}")
+            for suffix in ("", "-killed")
+        )
+        found += [
+            Measurement(kind, seconds / 2, whole),
+            Measurement(f"{kind}-killed", seconds / 4, [sys.executable, str(KILLED_RUN), *killed[3:]], -9),
+            Measurement(f"{kind}-resumed", seconds / 4, killed),
+        ]
+    return found
+
+
+def _update(is_small: bool) -> list[Measurement]:
+    """Measures the programs of the update of four models with random weights. Servers are not contacted."""
+    return [
+        Measurement(
+            name,
+            seconds,
+            _bench(is_small, f"update/{name}", "logprobs,gradient,optimizer", model__path=model, **lora),
+        )
+        for name, model, seconds, lora in (
+            ("Qwen3-0.6B", "Qwen/Qwen3-0.6B", 35, {}),
+            ("Qwen3-1.7B", "Qwen/Qwen3-1.7B", 40, {}),
+            ("Qwen3-4B-LoRA", "Qwen/Qwen3-4B", 55, LORA),
+            ("Qwen3-4B", "Qwen/Qwen3-4B", 60, {}),
+        )
+    ]
+
+
+def _decode(is_small: bool) -> list[Measurement]:
+    """Measures the embedded sampler. Keys and values of 512 sequences of 576 tokens take 34 GB with Qwen3-1.7B."""
+    lengths = {"sampling__max_tokens": 448, "train__max_prompt_tokens": 128, "rollouts__name": "embedded"}
+    return [
+        Measurement(
+            f"{slots} slots",
+            25,
+            _bench(
+                is_small,
+                f"decode/{slots} slots",
+                "generate",
+                model__path="Qwen/Qwen3-1.7B",
+                rollouts__max_concurrent=slots,
+                **lengths,
+            ),
+        )
+        for slots in (64, 256, 512)
+    ]
+
+
+def _bench(is_small: bool, name: str, stages: str, **changes: object) -> list[str]:
+    recipe = "--config=polynomial" if is_small else "--config=polaris"
+    changes = (
+        {**TINY_BATCH, "base__hidden_size": 32} if is_small else {"mesh__fsdp": 1, "model__remat": "auto", **changes}
+    )
+    return _package("bench", recipe, f"--stages={stages}", f"--output={name}.json", **changes)
+
+
+def _step(is_small: bool) -> list[Measurement]:
+    """Trains for two whole steps with each method. The first step includes compilation."""
+    sizes = ("hidden_size=64", "mlp_size=128", "num_layers=2", "vocab_size=512") if is_small else ()
+    changes = {**TINY_BATCH, "sampling__max_tokens": 32, "train__row_tokens": 256} if is_small else {}
+    runs = {
+        method: _package(
+            "main", f"--config={RANDOM_TEXT}:{method}", model__path="step/model", workdir=f"step/{method}", **changes
+        )
+        for method in ("grpo", "poly_epo")
+    }
+    model = [sys.executable, str(RANDOM_TEXT), "step/model", "Qwen3-0.6B", *sizes]
+    return [Measurement("model", 10, model), *(Measurement(name, 25, command) for name, command in runs.items())]
+
+
+def _tests() -> list[Measurement]:
+    """Runs the tests in `TESTS`, on the platform that POLY_EPO_TEST_PLATFORM selects, see tests/conftest.py."""
+    flags = ["-v", "--tb=short", "-m", "", "-p", "no:cacheprovider", f"--config-file={ROOT / 'pyproject.toml'}"]
+    names = [str(ROOT / name) for name in TESTS.read_text().split()]
+    return [Measurement("pytest", 50, [sys.executable, "-m", "pytest", *flags, *names])]
+
+
+def _compare(is_small: bool) -> list[Measurement]:
+    """Trains and evaluates the runs of a study, three at a time on a GPU, and reports the runs that are finished."""
+    small = {**TINY_BATCH, **TINY_POLICY, "base__noisy_steps": 5, "train__num_steps": 3} if is_small else {}
+    study = _package("study", str(ROOT / "studies" / "accelerator.py"), **small)
+    # Small models leave most of a GPU idle, so several processes share it.
+    shared = [] if is_small else ["--gpus=0,0,0"]
+    limit = ["env", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.3"]
+    return [Measurement("study", 480, [*limit, *study, *shared]), Measurement("report", 60, [*study, "--report"])]
