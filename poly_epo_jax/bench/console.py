@@ -12,8 +12,8 @@ from poly_epo_jax.system.json_files import write_json
 
 
 def wide_console() -> Console:
-    """Returns a console of at least 100 characters, even if the output is a file."""
-    return Console(width=max(Console().width, 100))
+    """Returns a console of at least 120 characters, even if the output is a file."""
+    return Console(width=max(Console().width, 120))
 
 
 def console_table(left: Sequence[str], right: Sequence[str]) -> Table:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.flops import gradient_passes
-from poly_epo_jax.model.transformer import Transformer, abstract_model, init_params
+from poly_epo_jax.model.transformer import abstract_model, init_params
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
 from poly_epo_jax.rollouts.servers.weight_sync import DiskSync
-from poly_epo_jax.step.update import make_update
+from poly_epo_jax.step.update import PolicyUpdate, TrainState, make_update
 from poly_epo_jax.types import Params, Sampling
 
 
@@ -42,7 +42,9 @@ class Stage:
         counted.
       compile_seconds: Compilation time in seconds. For generation, duration of the first run, which includes
         compilation. For writing weights, additional duration of the first run.
-      device_bytes: Peak memory of one device during the stage, in bytes.
+      device_bytes: Peak memory of one device during the stage according to its compiled programs, in bytes.
+      in_step: False for log-probabilities that a step with one minibatch and no KL term does not compute. One pass over
+        all sequences is then measured.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Stage:
     moved_bytes: float | int
     compile_seconds: float
     device_bytes: int
+    in_step: bool = True
 
 
 def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, Any]:
@@ -70,41 +73,54 @@ def stage_row(stage: Stage, roofline: Roofline, num_devices: int) -> dict[str, A
     traffic = stage.moved_bytes / (roofline.bytes_per_second * num_devices)
     bound = max(arithmetic, traffic)
     return dataclasses.asdict(stage) | {
-        "tokens_per_second": stage.tokens / stage.seconds if stage.seconds else 0.0,
-        "share_of_matmul_peak": arithmetic / stage.seconds if stage.seconds else 0.0,
+        "tokens_per_second": stage.tokens / stage.seconds,
+        "share_of_matmul_peak": arithmetic / stage.seconds,
         "roofline_seconds": bound,
-        "share_of_roofline": bound / stage.seconds if stage.seconds else 0.0,
+        "share_of_roofline": bound / stage.seconds,
         "bound": "arithmetic" if arithmetic >= traffic else "memory",
     }
 
 
-def time_stages(config: Config, model_config: ModelConfig, mesh: Mesh, workload: Workload) -> Iterator[Stage]:
+def stage_names(config: Config) -> list[str]:
+    """Lists the stages of a configuration that can be measured, in the order of `time_stages`."""
+    sampler = SAMPLERS[config.rollouts.name]
+    generate = ["generate"] if sampler.has_slots else []
+    write = ["write_weights"] if sampler.needs_urls and config.rollouts.weight_sync == "disk" else []
+    return [*generate, *write, "logprobs", "gradient", "optimizer"]
+
+
+def time_stages(
+    config: Config, model_config: ModelConfig, mesh: Mesh, workload: Workload, names: Collection[str]
+) -> Iterator[Stage]:
     """Measures the stages of a training step one after another.
 
-    The programs of the update are measured on one microbatch, and their times are scaled to all microbatches.
+    The programs of the update are measured on one microbatch, and their times are scaled to all microbatches. The
+    devices hold the weights and moments during all stages, as in a run, but no reference policy.
 
     Args:
       config: Configuration of the run.
       model_config: Configuration of the model.
       mesh: Mesh on which the stages run.
       workload: Sequences of the step.
+      names: Stages to measure, of `stage_names`.
 
     Yields:
-      Each stage as soon as it has been measured: generation with the embedded sampler if the run uses it, the three
-      programs of the update, and writing weights if the servers read them from disk.
+      Each stage as soon as it has been measured: generation with the embedded sampler, writing weights for servers that
+      read them from disk, and the three programs of the update.
     """
     model = abstract_model(model_config)
-    shardings = param_shardings(model, mesh)
-    params = jax.jit(functools.partial(init_params, model_config), out_shardings=shardings)()
-    sampler = SAMPLERS[config.rollouts.name]
-    if sampler.has_slots:
-        yield _generate(config, model_config, mesh, params, workload)
-    yield from _update_stages(config, model, mesh, params, workload)
-    if sampler.needs_urls and config.rollouts.weight_sync == "disk":
-        yield _write_weights(config, model_config, params)
+    update = make_update(config, model, mesh)
+    params = jax.jit(functools.partial(init_params, model_config), out_shardings=param_shardings(model, mesh))()
+    state = update.init(params)
+    del params  # The state has a copy.
+    if "generate" in names:
+        yield _generate(config, model_config, mesh, state, workload)
+    if "write_weights" in names:
+        yield _write_weights(config, model_config, state.params)
+    yield from _update_stages(config, model_config, update, state, workload, names)
 
 
-def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, params: Params, workload: Workload) -> Stage:
+def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, state: TrainState, workload: Workload) -> Stage:
     """Measures the embedded sampler on at most two requests per slot, and scales the results to the whole batch."""
     train, max_length = config.train, config.train.max_prompt_tokens + config.sampling.max_tokens
     num_slots, max_prompts = capacity(
@@ -112,7 +128,7 @@ def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, params: Par
     )
     lengths = workload.response_lengths[: 2 * num_slots]
     with jax.set_mesh(mesh):
-        weights = jax.jit(functools.partial(decoding_weights, model_config))(params)
+        weights = jax.jit(functools.partial(decoding_weights, model_config))(state.params)
     rng = np.random.default_rng(0)
     num_prompts = -(-len(lengths) // train.num_generations)
     prompts = [rng.integers(0, model_config.vocab_size, train.max_prompt_tokens) for _ in range(num_prompts)]
@@ -138,7 +154,7 @@ def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, params: Par
         work * scale,
         moved * scale,
         compile_seconds,
-        int(cache + _bytes(weights) + _bytes(params)),
+        int(cache + _bytes(weights) + _bytes(state)),
     )
 
 
@@ -158,53 +174,62 @@ def _decoding_cost(
 
 
 def _update_stages(
-    config: Config, model: Transformer, mesh: Mesh, params: Params, workload: Workload
+    config: Config,
+    model_config: ModelConfig,
+    update: PolicyUpdate,
+    state: TrainState,
+    workload: Workload,
+    names: Collection[str],
 ) -> Iterator[Stage]:
-    """Measures the three programs of an update on one microbatch that represents all microbatches.
+    """Measures the programs of an update on one microbatch that represents all microbatches. Donates the state.
 
     `logprobs` computes old and reference log-probabilities. The old log-probabilities of the first minibatch are not
     computed: it is trained on with the policy that generated it, so its probability ratios are 1.
     """
-    runs, batch = workload.runs, workload.minibatches[0][0]
-    update = make_update(config, model, mesh)
-    programs: dict[str, tuple[Any, float]] = {}
-    for name, lowered in update.lower(*batch.tokens.shape).items():
-        start = time.perf_counter()
-        programs[name] = lowered.compile(), time.perf_counter() - start
-    state = update.init(params)
-    gradients, batch = update.zero_gradients(state), update.place(batch)
+    batch, runs = workload.minibatches[0][0], workload.runs
+    in_step = runs["logprobs"] > 0
+    runs["logprobs"] = runs["logprobs"] or runs["gradient"]
+    lowered, programs = update.lower(*batch.tokens.shape), dict[str, Any]()
+    batch = update.place(batch)
     weight_bytes, moment_bytes, trained_bytes = map(_bytes, (state.params, state.opt_state, state.trainable))
     reference_bytes = workload.has_reference * _bytes(state.trainable if config.lora.rank else state.params)
     tokens = int((workload.prompt_lengths + workload.response_lengths).sum())
-    forward = flops.forward_flops(model.config, workload.prompt_lengths, workload.response_lengths)
+    forward = flops.forward_flops(model_config, workload.prompt_lengths, workload.response_lengths)
 
     def stage(name: str, run: Callable[[], Any], tokens: int, work: float, moved: int) -> Stage:
-        compiled, compile_seconds = programs[name]
+        start = time.perf_counter()
+        programs[name] = lowered[name].compile()
+        compile_seconds = time.perf_counter() - start
         seconds = first_and_median_seconds(run)[1] * runs[name]
         # The arguments of the optimizer include the moments. During the other programs, the moments occupy memory.
-        held = _program_bytes(compiled) + reference_bytes + (0 if name == "optimizer" else moment_bytes)
-        return Stage(name, seconds, tokens, work, runs[name] * moved * mesh.size, compile_seconds, held)
+        held = _program_bytes(programs[name]) + reference_bytes + (0 if name == "optimizer" else moment_bytes)
+        moved *= runs[name] * update.mesh.size
+        return Stage(name, seconds, tokens, work, moved, compile_seconds, held, in_step or name != "logprobs")
 
     def logprobs() -> Any:
-        return programs["logprobs"][0](state.params, batch)
+        return programs["logprobs"](state.params, batch)
 
     def gradient() -> Any:
         nonlocal gradients
-        gradients, metrics = programs["gradient"][0](state.trainable, state.frozen, gradients, batch)
+        gradients, metrics = programs["gradient"](state.trainable, state.frozen, gradients, batch)
         return metrics
 
     def optimizer() -> Any:
         nonlocal state
-        state, metrics = programs["optimizer"][0](state, gradients)
+        state, metrics = programs["optimizer"](state, gradients)
         return metrics
 
-    fraction = runs["logprobs"] / runs["gradient"]
-    yield stage("logprobs", logprobs, int(tokens * fraction), forward * fraction, weight_bytes)
-    # The forward and backward passes each read the weights. The gradient sums are read and written.
-    work = gradient_passes(config, model.config) * forward
-    yield stage("gradient", gradient, tokens, work, 2 * (weight_bytes + trained_bytes))
-    # Trained weights and moments are read and written, and gradients are read.
-    yield stage("optimizer", optimizer, tokens, 0.0, 3 * trained_bytes + 2 * moment_bytes)
+    if "logprobs" in names:
+        fraction = runs["logprobs"] / runs["gradient"]
+        yield stage("logprobs", logprobs, int(tokens * fraction), forward * fraction, weight_bytes)
+    gradients = update.zero_gradients(state)
+    if "gradient" in names:
+        # The forward and backward passes each read the weights. The gradient sums are read and written.
+        work = gradient_passes(config, model_config) * forward
+        yield stage("gradient", gradient, tokens, work, 2 * (weight_bytes + trained_bytes))
+    if "optimizer" in names:
+        # Trained weights and moments are read and written, and gradients are read.
+        yield stage("optimizer", optimizer, tokens, 0.0, 3 * trained_bytes + 2 * moment_bytes)
 
 
 def _write_weights(config: Config, model_config: ModelConfig, params: Params) -> Stage:
@@ -220,7 +245,7 @@ def _write_weights(config: Config, model_config: ModelConfig, params: Params) ->
 
         first, seconds = first_and_median_seconds(write, repeats=2)
     num_bytes = flops.total_weights(model_config) * np.dtype(config.rollouts.weights_dtype).itemsize
-    return Stage("write weights", seconds, 0, 0.0, num_bytes, max(first - seconds, 0.0), _bytes(params))
+    return Stage("write_weights", seconds, 0, 0.0, num_bytes, max(first - seconds, 0.0), _bytes(params))
 
 
 def _program_bytes(compiled: Any) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from poly_epo_jax.bench.roofline import measure_roofline
-from poly_epo_jax.bench.stages import stage_row, time_stages
+from poly_epo_jax.bench.stages import stage_names, stage_row, time_stages
 from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.doctor.runner import CheckResult, Failed, Finding, RunContext, Skipped
 from poly_epo_jax.doctor.small_model import random_params, small_config
@@ -121,8 +121,9 @@ def check_step(run: RunContext) -> list[Finding]:
     roofline = measure_roofline(config.model.dtype)
     workload = make_workload(config, model_config.vocab_size, mesh.shape)
     stages, started = [], time.monotonic()
-    for stage in time_stages(config, model_config, mesh, workload):
-        stages.append(stage_row(stage, roofline, mesh.size))
+    for stage in time_stages(config, model_config, mesh, workload, stage_names(config)):
+        if stage.in_step:
+            stages.append(stage_row(stage, roofline, mesh.size))
         if time.monotonic() > started + STAGE_SECONDS:
             break
     return [_speed(stages), _memory(plan.peak_bytes)]

@@ -1,6 +1,7 @@
 """Tests of the bench command on a tiny configuration: stages, results and error messages."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,14 +11,13 @@ from fork_server import ForkServer
 from configs import polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.bench.roofline import Roofline
+from poly_epo_jax.bench.stages import Stage, stage_names
 from poly_epo_jax.bench.workload import make_workload
 from poly_epo_jax.model import attention
 from poly_epo_jax.model.attention import self_check
 from poly_epo_jax.startup.read_config import read_config
 
-TINY = tiny_bench.TINY | {
-    "mesh.fsdp": 1,
-}
+TINY = tiny_bench.TINY | {"mesh.fsdp": 1, "compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"]}
 
 
 def tiny_config(**changes):
@@ -32,8 +32,9 @@ def small_roofline(monkeypatch):
     monkeypatch.setattr(bench, "measure_roofline", lambda dtype: Roofline(1e9, 1e9))
 
 
-def figures(config, tmp_path):
-    bench.run(read_config(config), tmp_path / "bench.json")
+def figures(config, tmp_path, *names):
+    read = read_config(config)
+    bench.run(read, tmp_path / "bench.json", names or stage_names(read))
     return json.loads((tmp_path / "bench.json").read_text())
 
 
@@ -46,10 +47,14 @@ def test_all_stages_with_the_embedded_sampler(small_roofline, tmp_path, capsys):
         assert stage["seconds"] > 0 and stage["device_bytes"] > 0
         expected = max(stage["flops"], stage["moved_bytes"]) / 1e9
         assert stage["roofline_seconds"] == pytest.approx(expected)
+        assert stage["in_step"] and stage["mfu"] is None and stage["peak_bytes"] is None  # The device is a CPU.
         assert stage["bound"] == ("arithmetic" if stage["flops"] >= stage["moved_bytes"] else "memory")
     # Old log-probabilities are computed for the second of two equal minibatches: half of the forward passes of the
     # step, compared with three passes for the gradients.
     assert stages["logprobs"]["flops"] == pytest.approx(stages["gradient"]["flops"] / 6)
+    assert stages["gradient"]["planned_bytes"] == sum(
+        sum(terms.values()) for terms in (found["plan"]["resident"], found["plan"]["stages"]["gradient"])
+    )
     assert found["setting"]["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
     assert "gradient" in capsys.readouterr().out
 
@@ -58,9 +63,45 @@ def test_all_stages_with_the_embedded_sampler(small_roofline, tmp_path, capsys):
 def test_weights_for_servers_are_written_and_removed(small_roofline, tmp_path):
     changes = {"rollouts.name": "sglang", "rollouts.urls": "http://127.0.0.1:1", "judge.name": "exact"}
     found = figures(tiny_config(**changes, **{"rollouts.weights_dir": str(tmp_path / "weights")}), tmp_path)
-    assert [stage["name"] for stage in found["stages"]] == ["logprobs", "gradient", "optimizer", "write weights"]
-    assert found["stages"][-1]["moved_bytes"] > 0
+    assert [stage["name"] for stage in found["stages"]] == ["write_weights", "logprobs", "gradient", "optimizer"]
+    assert found["stages"][0]["moved_bytes"] > 0
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_log_probabilities_are_measured_if_no_step_computes_them(small_roofline, tmp_path):
+    """With a single minibatch and no KL term, the stage is one pass over all sequences."""
+    (stage,) = figures(tiny_config(**{"train.prompts_per_minibatch": 4}), tmp_path, "logprobs")["stages"]
+    assert not stage["in_step"] and stage["seconds"] > 0 and stage["tokens_per_second"] > 0
+    workload = make_workload(read_config(tiny_config()), 20, {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1})
+    assert stage["tokens"] == workload.prompt_lengths.sum() + workload.response_lengths.sum()
+
+
+def test_each_stage_is_written_when_it_is_measured(small_roofline, tmp_path, monkeypatch):
+    """A stage that fails or is killed leaves the stages before it. The rates of the device are those of an H100."""
+    output, written = tmp_path / "bench.json", []
+
+    def stages(*_):
+        for name in ("generate", "gradient"):
+            written.append(len(json.loads(output.read_text())["stages"]))
+            yield Stage(name, 2.0, 10, 989e12, 1.0, 0.5, 100)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench, "time_stages", stages)
+    monkeypatch.setattr(bench, "device_name", lambda kind: "h100")
+    monkeypatch.setattr(bench, "device_peak", lambda: 7 + len(written))
+    with pytest.raises(RuntimeError):
+        figures(tiny_config(), tmp_path)
+    found = json.loads(output.read_text())
+    assert written == [0, 1] and [stage["peak_bytes"] for stage in found["stages"]] == [8, 9]
+    assert [stage["mfu"] for stage in found["stages"]] == [0.5, 0.5]
+    assert (found["setting"]["vendor_tflops"], found["setting"]["vendor_gb_per_second"]) == (989, 3350)
+
+
+@pytest.mark.parametrize("names", ["generate,gradiant", "write_weights", "gradient,"])
+def test_stages_that_the_configuration_does_not_have_are_rejected(names, capsys):
+    assert bench.main(["--config=configs/polynomial.py", f"--stages={names}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"Error: --stages={names}") and "generate, logprobs, gradient, optimizer" in line
 
 
 def test_a_disabled_kernel_is_not_measured(small_roofline, tmp_path, monkeypatch, capsys):

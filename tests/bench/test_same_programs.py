@@ -99,8 +99,9 @@ def test_programs_equal_those_of_a_run(tmp_path, caches, record, changes):
     workload = make_workload(config, shape.vocab_size, mesh.shape)
 
     of_bench = record(stages)
-    params = jax.jit(lambda: stages.init_params(shape))()
-    list(stages._update_stages(config, abstract_model(shape), mesh, params, workload))
+    update = stages.make_update(config, abstract_model(shape), mesh)
+    state = update.init(jax.jit(lambda: stages.init_params(shape))())
+    list(stages._update_stages(config, shape, update, state, workload, stages.stage_names(config)))
     of_compiler = record(programs)
     list(programs.compile_update(config, shape, mesh))
     for name, recorder in of_run.items():
