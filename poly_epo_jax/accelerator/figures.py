@@ -1,4 +1,8 @@
-"""Reads the results of the stages as figures: measured values, beside the expected values if there are any."""
+"""Reads the results of the stages as figures: measured values, beside the expected values if there are any.
+
+A figure is a row of the summary with the fields `name`, `measured`, `expected`, `ratio` and `status`. The status of a
+value that is checked is `passed`, `failed` or `skipped`. Readers yield the figures that have been measured so far.
+"""
 
 import json
 import re
@@ -13,37 +17,30 @@ from poly_epo_jax.bench.console import console_table
 from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, TIMING, read_rows
 from poly_epo_jax.study.results import read_results
 
+# Upper bounds on the MFU of the gradient on an H100 or H200, from programs that were compiled but not run.
 COMPILED_MFU = {"Qwen3-0.6B": 0.32, "Qwen3-1.7B": 0.45, "Qwen3-4B-LoRA": 0.45, "Qwen3-4B": 0.49}
-"""Upper bounds on the MFU of the gradient on an H100 or H200, from programs that were compiled but not run."""
-CPU_REWARD_GAIN = 0.1
-"""Reward gain of the learning stage on a CPU."""
-PRIMARY_ENDPOINT = "countdown: pass@64"
-"""Primary endpoint of studies/accelerator.py: its difference between the methods, paired by seed."""
-
-Figure = dict[str, Any]
-"""A row of the summary: name, measured and expected value, their ratio, and status."""
+CPU_REWARD_GAIN = 0.1  # of the learning stage
 
 
-def figure(name: str, measured: float | str, expected: float | str | None = None, status: str = "measured") -> Figure:
-    """Returns a figure. The status of a value that is checked is `passed`, `failed` or `skipped`."""
+def figure(name: str, measured: Any, expected: Any = None, status: str = "measured") -> dict[str, Any]:
+    """Returns a figure. The ratio is None unless both values are floats."""
     ratio = measured / expected if isinstance(measured, float) and isinstance(expected, float) and expected else None
     return {"name": name, "measured": measured, "expected": expected, "ratio": ratio, "status": status}
 
 
-def read_doctor(folder: Path) -> Iterator[Figure]:
+def read_doctor(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the findings of the doctor."""
     for name, findings in _objects(folder):
-        for one in findings:
-            yield figure(f"{name}: {one['name']}", one["message"], status=one["status"])
+        yield from (figure(f"{name}: {one['name']}", one["message"], status=one["status"]) for one in findings)
 
 
-def read_learning(folder: Path) -> Iterator[Figure]:
+def read_learning(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the gain in reward, and the first difference between an uninterrupted and a resumed run of each kind."""
     for kind, other_status in (("deterministic", "failed"), ("default", "measured")):
         runs = [folder / kind, folder / f"{kind}-killed"]
         whole, resumed = ([row for row in read_rows(run / METRICS) if "reward" in row] for run in runs)
         if whole:
-            gain = sum(row["reward"] for row in whole[-5:]) / 5 - sum(row["reward"] for row in whole[:5]) / 5
+            gain = (sum(row["reward"] for row in whole[-5:]) - sum(row["reward"] for row in whole[:5])) / 5
             yield figure(f"{kind}: reward gain", gain, CPU_REWARD_GAIN, "passed" if gain > 0 else "failed")
         if whole and len(whole) == len(resumed):
             pairs = zip(whole, resumed, strict=True)
@@ -54,7 +51,7 @@ def read_learning(folder: Path) -> Iterator[Figure]:
             yield figure(f"{kind}: first difference after a resume", first, "none", status)
 
 
-def read_bench(folder: Path) -> Iterator[Figure]:
+def read_bench(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields speed, beside the limit of measured matmul rate and bandwidth, MFU, memory and compile time of stages."""
     for name, bench in _objects(folder):
         is_hopper = any(card in bench["setting"]["device"] for card in ("H100", "H200"))
@@ -62,47 +59,45 @@ def read_bench(folder: Path) -> Iterator[Figure]:
         for stage in bench["stages"]:
             label, limit = f"{name}, {stage['name']}", stage["tokens"] / stage["roofline_seconds"]
             yield figure(f"{label}: tokens/s", stage["tokens_per_second"], limit)
-            if stage["mfu"] and stage["name"] == "gradient":
-                yield figure(f"{label}: MFU", stage["mfu"], COMPILED_MFU.get(name) if is_hopper else None)
+            if stage["mfu"]:
+                is_compiled = is_hopper and stage["name"] == "gradient"
+                yield figure(f"{label}: MFU", stage["mfu"], COMPILED_MFU.get(name) if is_compiled else None)
             if stage["peak_bytes"]:
-                yield figure(f"{label}: peak GB", stage["peak_bytes"] / 1e9, stage["planned_bytes"] / 1e9)
+                yield figure(f"{label}: peak GB", stage["peak_bytes"] / 1e9, (stage["planned_bytes"] or 0) / 1e9)
             yield figure(f"{label}: compile s", stage["compile_seconds"])
 
 
-def read_step(folder: Path) -> Iterator[Figure]:
-    """Yields the time of the last step of each method, and the fraction of it that each stage takes."""
+def read_step(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the seconds of each stage in the last step of each method, beside the seconds of the step."""
     for method in ("grpo", "poly_epo"):
-        if rows := read_rows(folder / method / TIMING):
-            times = {key.removeprefix("seconds/"): value for key, value in rows[-1].items() if "seconds/" in key[:8]}
+        for row in read_rows(folder / method / TIMING)[-1:]:
+            times = {key.removeprefix("seconds/"): row[key] for key in row if key.startswith("seconds/")}
             times["judge and advantages"] = times.get("judge", 0.0) + times["advantages"]
-            for stage, seconds in times.items():
-                yield figure(f"{method}: {stage} s, and fraction of the step", seconds, times["step"])
+            yield from (figure(f"{method}: {stage} s", value, times["step"]) for stage, value in times.items())
 
 
-def read_tests(folder: Path) -> Iterator[Figure]:
+def read_tests(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the number of tests that passed, and the name of each test that failed."""
-    log = folder / "pytest.log"
-    results = re.findall(r"(\S+::\S+) (PASSED|FAILED|ERROR)", log.read_text(errors="replace")) if log.exists() else []
+    log = (folder / "pytest.log").read_text(errors="replace")
+    results = re.findall(r"(\S+::\S+) (PASSED|FAILED|ERROR)", log)
     failed = [name for name, result in results if result != "PASSED"]
     yield figure("tests that passed", float(len(results) - len(failed)), float(len(results)))
     yield from (figure("failed test", name, status="failed") for name in failed)
 
 
-def read_comparison(folder: Path) -> Iterator[Figure]:
-    """Yields the primary endpoint of the finished runs of each method, and its difference, paired by seed."""
-    study = folder.parent / "runs" / "study-accelerator"
-    results = read_results(study) if (study / "plan.json").exists() else None
-    for cell in results.cells("countdown") if results else ():
-        for k in (1, 8, 64):
-            metric = PRIMARY_ENDPOINT.replace("64", str(k))
-            if values := results.by_seed(cell, metric):
-                yield figure(f"{cell[1]}: pass@{k} of {len(values)} seeds", sum(values.values()) / len(values))
-            if difference := results.difference(cell, metric):
-                yield figure(f"{cell[1]} - grpo: pass@{k}", "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference))
+def read_comparison(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields pass@k of each method over its finished runs, and the difference between the methods, paired by seed."""
+    results = read_results(folder.parent / "runs" / "study-accelerator")
+    for (task, method, rate), k in ((cell, k) for k in (64, 8, 1) for cell in results.cells("countdown")):
+        metric, cell = f"countdown: pass@{k}", (task, method, rate)
+        if values := results.by_seed(cell, metric):
+            yield figure(f"{method}: pass@{k} of {len(values)} seeds", sum(values.values()) / len(values))
+        if difference := results.difference(cell, metric):
+            yield figure(f"{method} - {results.baseline}: pass@{k}", "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference))
 
 
 def _objects(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the names and contents of the JSON files of a stage, oldest first."""
+    # Names and contents of the JSON files of a stage, oldest first.
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
         yield path.stem, json.loads(path.read_text())
 
@@ -118,13 +113,9 @@ def show(stages: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     for name, stage in stages.items():
         table.add_row(name, "", f"{stage.get('seconds', 0):.0f} s", "", "", stage["status"])
         for one in stage["figures"]:
-            values = [
-                f"{one[key]:,.4g}" if isinstance(one[key], float) else str(one[key] or "")[:60] for key in COLUMNS
-            ]
-            table.add_row("", *map(escape, values), one["status"])
-        for message in stage["messages"]:
-            console.print(f"{name}: {message}", markup=False, soft_wrap=True)
+            values = (one[key] for key in ("name", "measured", "expected", "ratio"))
+            texts = (f"{value:,.4g}" if isinstance(value, float) else str(value or "")[:60] for value in values)
+            table.add_row("", *map(escape, texts), one["status"])
     console.print(table)
-
-
-COLUMNS = ("name", "measured", "expected", "ratio")
+    for name, message in ((name, message) for name, stage in stages.items() for message in stage["messages"]):
+        console.print(f"{name}: {message}", markup=False, soft_wrap=True)

@@ -3,14 +3,12 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from poly_epo_jax.accelerator import figures
 
-ROOT = Path(__file__).parents[2]
-"""Root of the repository, from which the command starts."""
-TESTS = ROOT / "tests" / "accelerator.txt"
-"""Names of the tests that run on the device, one per line."""
+ROOT = Path(__file__).parents[2]  # of the repository
+TESTS = ROOT / "tests" / "accelerator.txt"  # names of the tests that run on the device, one per line
 KILLED_RUN, RANDOM_TEXT = ROOT / "launch" / "killed_run.py", ROOT / "launch" / "random_text.py"
 LORA = {"lora__rank": 16, "model__param_dtype": "bfloat16"}
 # Sizes of the rehearsal.
@@ -45,7 +43,7 @@ class Stage(NamedTuple):
 
     name: str
     measurements: Sequence[Measurement]
-    read: Callable[[Path], Iterable[figures.Figure]]
+    read: Callable[[Path], Iterable[dict[str, Any]]]
 
 
 def make_stages(is_small: bool) -> list[Stage]:
@@ -62,13 +60,13 @@ def make_stages(is_small: bool) -> list[Stage]:
 
 
 def _package(command: str, *flags: str, **changes: object) -> list[str]:
-    """Returns a command of the package. In the names of changed configuration keys, `__` stands for a dot."""
+    # Returns a command of the package. In the names of changed configuration keys, `__` stands for a dot.
     keys = [f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()]
     return [sys.executable, "-m", f"poly_epo_jax.{command}", *flags, *keys]
 
 
 def _doctor(is_small: bool) -> list[Measurement]:
-    """Checks the device with the default attention kernel, which is Triton on GPUs, and with the blockwise kernel."""
+    # Checks the device with the default attention kernel, which is Triton on GPUs, and with the blockwise kernel.
     flags = ("--config=polynomial" if is_small else "--config=gsm8k", "--short")
     return [
         Measurement(
@@ -79,7 +77,7 @@ def _doctor(is_small: bool) -> list[Measurement]:
 
 
 def _learning(is_small: bool) -> list[Measurement]:
-    """Trains a tiny policy without interruption, and again with a kill and a resume."""
+    # Trains a tiny policy without interruption, and again with a kill and a resume.
     changes = {"train__num_steps": 20, "checkpoint__every": 6, "eval__every": 0, "log__generations_every": 1}
     changes |= {"base__clean_steps": 150, "base__noisy_steps": 15} if is_small else {}
     found = []
@@ -98,7 +96,7 @@ def _learning(is_small: bool) -> list[Measurement]:
 
 
 def _update(is_small: bool) -> list[Measurement]:
-    """Measures the programs of the update of four models with random weights. Servers are not contacted."""
+    # Measures the programs of the update of four models with random weights. Servers are not contacted.
     return [
         Measurement(
             name,
@@ -115,7 +113,7 @@ def _update(is_small: bool) -> list[Measurement]:
 
 
 def _decode(is_small: bool) -> list[Measurement]:
-    """Measures the embedded sampler. Keys and values of 512 sequences of 576 tokens take 34 GB with Qwen3-1.7B."""
+    # Measures the embedded sampler. Keys and values of 512 sequences of 576 tokens take 34 GB with Qwen3-1.7B.
     lengths = {"sampling__max_tokens": 448, "train__max_prompt_tokens": 128, "rollouts__name": "embedded"}
     return [
         Measurement(
@@ -143,7 +141,7 @@ def _bench(is_small: bool, name: str, stages: str, **changes: object) -> list[st
 
 
 def _step(is_small: bool) -> list[Measurement]:
-    """Trains for two whole steps with each method. The first step includes compilation."""
+    # Trains for two whole steps with each method. The first step includes compilation.
     sizes = ("hidden_size=64", "mlp_size=128", "num_layers=2", "vocab_size=512") if is_small else ()
     changes = {**TINY_BATCH, "sampling__max_tokens": 32, "train__row_tokens": 256} if is_small else {}
     runs = {
@@ -157,14 +155,14 @@ def _step(is_small: bool) -> list[Measurement]:
 
 
 def _tests() -> list[Measurement]:
-    """Runs the tests in `TESTS`, on the platform that POLY_EPO_TEST_PLATFORM selects, see tests/conftest.py."""
+    # Runs the tests in `TESTS`, on the platform that POLY_EPO_TEST_PLATFORM selects, see tests/conftest.py.
     flags = ["-v", "--tb=short", "-m", "", "-p", "no:cacheprovider", f"--config-file={ROOT / 'pyproject.toml'}"]
     names = [str(ROOT / name) for name in TESTS.read_text().split()]
     return [Measurement("pytest", 50, [sys.executable, "-m", "pytest", *flags, *names])]
 
 
 def _compare(is_small: bool) -> list[Measurement]:
-    """Trains and evaluates the runs of a study, three at a time on a GPU, and reports the runs that are finished."""
+    # Trains and evaluates the runs of a study, three at a time on a GPU, and reports the runs that are finished.
     small = {**TINY_BATCH, **TINY_POLICY, "base__noisy_steps": 5, "train__num_steps": 3} if is_small else {}
     study = _package("study", str(ROOT / "studies" / "accelerator.py"), **small)
     # Small models leave most of a GPU idle, so several processes share it.
