@@ -20,13 +20,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from poly_epo_jax.bench.console import write_figures
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.agreement import check_decoding
 from poly_epo_jax.doctor.collectives import check_collectives
@@ -36,6 +36,7 @@ from poly_epo_jax.doctor.servers import check_generations, check_judge, check_we
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable, prepare, use_compilation_cache
+from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.user_path import user_path
 
 
@@ -104,6 +105,8 @@ CHECKS = (
 def run(config: Config, flags: argparse.Namespace) -> None:
     """Runs the checks, prints the table, and exits with status 1 if a check failed.
 
+    The output file is replaced after each check. SIGTERM ends the command after the table of the checks until then.
+
     Args:
       config: Configuration of the run.
       flags: Parsed command-line flags of this command.
@@ -111,23 +114,26 @@ def run(config: Config, flags: argparse.Namespace) -> None:
     Raises:
       ValueError: If the processes cannot connect to each other.
       OSError: If the output file cannot be written.
-      SystemExit: If a check failed.
+      SystemExit: If a check failed, or SIGTERM was received.
     """
     if flags.output:
         check_writable("--output", flags.output.parent)
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
     hosts.join(config.hosts)
     use_compilation_cache(config)
     console, findings = Console(), list[Finding]()
     runner = CheckRunner(RunContext(config), TIMEOUT_SECONDS)
     checks = [check for check in CHECKS if check.when in ("both", "short" if flags.short else "full")]
-    with console.status("") as status:
-        for number, check in enumerate(checks, start=1):
-            status.update(f"doctor: {check.name} ({number} of {len(checks)})")
-            findings += runner.findings(check)
-    if runner.is_reporter:
-        show_findings(findings, console)
-        if flags.output:
-            write_figures(flags.output, list(map(dataclasses.asdict, findings)), console)
+    try:
+        with console.status("") as status:
+            for number, check in enumerate(checks, start=1):
+                status.update(f"doctor: {check.name} ({number} of {len(checks)})")
+                _run_check(runner, check, findings, flags.output)
+    finally:
+        if runner.is_reporter:
+            show_findings(findings, console)
+    if runner.is_reporter and flags.output:
+        console.print(f"Written to {flags.output}.")
     sys.stdout.flush()
     failed = [one.name for one in findings if one.status == "failed"]
     if failed and runner.is_reporter:
@@ -136,6 +142,19 @@ def run(config: Config, flags: argparse.Namespace) -> None:
         os._exit(bool(failed))  # A thread that is blocked in a device call would prevent a normal exit.
     if failed:
         sys.exit(1)
+
+
+def _run_check(runner: CheckRunner, check: DoctorCheck, findings: list[Finding], output: Path | None) -> None:
+    """Adds the findings of a check, and writes all findings. A check that SIGTERM or Ctrl-C ends is also a finding."""
+    try:
+        findings += runner.findings(check)
+    except (SystemExit, KeyboardInterrupt):
+        message = "the check was interrupted by a signal; run the doctor again"
+        findings.append(Finding(check.name, check.status_on_timeout, message))
+        raise
+    finally:
+        if output and runner.is_reporter:
+            write_json(output, list(map(dataclasses.asdict, findings)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from poly_epo_jax.doctor.small_model import random_params, small_config
 from poly_epo_jax.memory_plan.plan import machine_of, plan_of
 from poly_epo_jax.memory_plan.tables import amount
 from poly_epo_jax.model.attention import resolve_implementation
-from poly_epo_jax.model.attention.self_check import check_attention
+from poly_epo_jax.model.attention.self_check import AttentionCheck, check_attention
 from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.model.fingerprint import fingerprints
 from poly_epo_jax.model.transformer import abstract_model
@@ -57,22 +57,29 @@ def check_devices(run: RunContext) -> CheckResult:
 
 
 def check_kernel(run: RunContext) -> list[Finding]:
-    """Compares values and gradients of the run's attention kernel with the reference implementation.
+    """Compares values and gradients of the run's attention kernel with the reference implementation in float32.
 
     Each process runs the comparison on its own devices.
 
     Returns:
-      One finding. Its figures are the error and the tolerance of each array, regardless of whether the check passed.
+      A finding of the kernel and, if the kernel is not the blockwise implementation, a finding of the blockwise
+      implementation, which replaces kernels that fail. Their figures are the error and the tolerance of each array,
+      regardless of whether the check passed.
     """
     with jax.set_mesh(run.local_mesh):
         implementation = resolve_implementation(run.model_config.attention, any(run.model_config.windows))
-    found, figures = check_attention(implementation, run.local_mesh, run.model_config), {}
+    rows = {"kernel": implementation} | ({} if implementation == "blockwise" else {"kernel blockwise": "blockwise"})
+    return [_kernel_finding(row, check_attention(name, run.local_mesh, run.model_config)) for row, name in rows.items()]
+
+
+def _kernel_finding(row: str, found: AttentionCheck) -> Finding:
+    figures: dict[str, float | str] = {}
     for name, (error, tolerance) in found.errors.items():
         figures |= {f"error of {name}": error if math.isfinite(error) else str(error), f"allowed of {name}": tolerance}
     if found.passed:
-        return [Finding("kernel", "passed", str(found), figures)]
-    message = f"{found}; set --config.model.attention=blockwise, which is slower, and report the kernel"
-    return [Finding("kernel", "failed", message, figures)]
+        return Finding(row, "passed", str(found), figures)
+    remedy = "set --config.model.attention=blockwise, which is slower, and " * (found.implementation != "blockwise")
+    return Finding(row, "failed", f"{found}; {remedy}report the kernel", figures)
 
 
 def check_checkpoint(run: RunContext) -> CheckResult:

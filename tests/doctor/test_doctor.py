@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
+import threading
 import time
 
 import jax
@@ -14,7 +16,7 @@ from configs import polynomial
 from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.doctor import __main__ as doctor, collectives, machine
 from poly_epo_jax.doctor.runner import CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
-from poly_epo_jax.model.attention import IMPLEMENTATIONS
+from poly_epo_jax.model.attention import IMPLEMENTATIONS, self_check
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.read_config import read_config
 
@@ -83,11 +85,13 @@ def test_a_run_on_a_mesh_passes(tmp_path):
 )
 def test_a_broken_kernel_fails(tmp_path, monkeypatch, dtype, break_it):
     correct = IMPLEMENTATIONS["blockwise"]
+    monkeypatch.setattr(self_check, "SEGMENTS", ((1, 30, 33),))
     monkeypatch.setitem(IMPLEMENTATIONS, "broken", lambda q, k, v, ids: break_it(correct(q, k, v, ids), q, k, v))
     config = tiny(tmp_path, model__dtype=dtype)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="broken"))
-    (found,) = examined(config, "kernel").values()
-    assert found.status == "failed"
+    found, replacement = examined(config, "kernel").values()
+    assert (found.status, replacement.status) == ("failed", "passed")
+    assert "kernel blockwise" in replacement.message and set(replacement.figures) == set(found.figures)
     assert "kernel broken" in found.message and "set --config.model.attention=blockwise" in found.message
     names = ("values", "dq", "dk", "dv")
     assert set(found.figures) == {f"{kind} of {name}" for kind in ("error", "allowed") for name in names}
@@ -221,6 +225,30 @@ def test_all_checks_together_have_a_time_limit(tmp_path):
 def test_a_step_far_below_its_roofline_fails_unless_it_is_tiny(seconds, bound, status):
     found = machine._speed([{"name": "gradient", "seconds": float(seconds), "roofline_seconds": float(bound)}])
     assert found.status == status and f"{bound / seconds:.0%} of the roofline" in found.message
+
+
+def test_sigterm_leaves_the_finished_checks_and_names_the_interrupted_one(tmp_path, monkeypatch, capsys):
+    ended = threading.Event()
+
+    def interrupted(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.wait()
+
+    waits = DoctorCheck("decoding", interrupted, 600.0, "do this", needs_mesh=False)
+    monkeypatch.setattr(doctor, "CHECKS", (returns(Finding("devices", "passed", "fine")), waits, returns()))
+    output, handler = tmp_path / "doctor.json", signal.getsignal(signal.SIGTERM)
+    arguments = ["--config=configs/polynomial.py", "--short", f"--output={output}", "--config.mesh.fsdp=1"]
+    try:
+        with pytest.raises(SystemExit) as exited:
+            doctor.main([*arguments, f"--config.compilation_cache_dir={COMPILED}"])
+    finally:
+        ended.set()
+        signal.signal(signal.SIGTERM, handler)
+    assert exited.value.code == 143
+    first, second = json.loads(output.read_text())
+    assert (first["name"], first["status"]) == ("devices", "passed")
+    assert (second["name"], second["status"]) == ("decoding", "failed") and "interrupted" in second["message"]
+    assert "Doctor: 1 passed, 1 failed, 0 skipped." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("fine", "code"), [(True, 0), (False, 1)])
