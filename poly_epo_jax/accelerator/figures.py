@@ -30,8 +30,8 @@ def figure(name: str, measured: Any, expected: Any = None, status: str = "measur
 
 def read_doctor(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the findings of the doctor."""
-    for name, findings in _objects(folder):
-        yield from (figure(f"{name}: {one['name']}", one["message"], status=one["status"]) for one in findings)
+    for _, findings in _objects(folder):
+        yield from (figure(one["name"], one["message"], status=one["status"]) for one in findings)
 
 
 def read_learning(folder: Path) -> Iterator[dict[str, Any]]:

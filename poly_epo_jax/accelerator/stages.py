@@ -48,8 +48,10 @@ class Stage(NamedTuple):
 
 def make_stages(is_small: bool) -> list[Stage]:
     """Creates all stages. With `is_small`, sizes are tiny, to rehearse the command on any machine."""
+    recipe = "--config=polynomial" if is_small else "--config=gsm8k"
+    doctor = Measurement("doctor", 60, _package("doctor", recipe, "--short", "--output=doctor/doctor.json"))
     return [
-        Stage("doctor", _doctor(is_small), figures.read_doctor),
+        Stage("doctor", [doctor], figures.read_doctor),
         Stage("learning", _learning(is_small), figures.read_learning),
         Stage("update", _update(is_small), figures.read_bench),
         Stage("decode", _decode(is_small), figures.read_bench),
@@ -63,17 +65,6 @@ def _package(command: str, *flags: str, **changes: object) -> list[str]:
     # Returns a command of the package. In the names of changed configuration keys, `__` stands for a dot.
     keys = [f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()]
     return [sys.executable, "-m", f"poly_epo_jax.{command}", *flags, *keys]
-
-
-def _doctor(is_small: bool) -> list[Measurement]:
-    # Checks the device with the default attention kernel, which is Triton on GPUs, and with the blockwise kernel.
-    flags = ("--config=polynomial" if is_small else "--config=gsm8k", "--short")
-    return [
-        Measurement(
-            kernel, seconds, _package("doctor", *flags, f"--output=doctor/{kernel}.json", model__attention=kernel)
-        )
-        for kernel, seconds in (("auto", 40), ("blockwise", 20))
-    ]
 
 
 def _learning(is_small: bool) -> list[Measurement]:
