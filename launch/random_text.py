@@ -73,9 +73,10 @@ def write_model(folder: Path, preset: str, **sizes: int) -> None:
     from poly_epo_jax.model.transformer import init_params
 
     model_config = dataclasses.replace(preset_config(preset), **sizes)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model_config.vocab_size)}))
+    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, model_config.vocab_size))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     params = jax.jit(lambda: init_params(model_config))()
     save_pretrained(folder, params, model_config, eos_token_id=1, pad_token_id=0, tokenizer=tokenizer)
 

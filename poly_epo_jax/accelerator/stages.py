@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from poly_epo_jax.accelerator import figures
 
-ROOT = Path(__file__).parents[2]  # of the repository
+ROOT = Path.cwd()  # launch/accelerator.sh starts the command in the root of the repository
 TESTS = ROOT / "tests" / "accelerator.txt"  # names of the tests that run on the device, one per line
 KILLED_RUN, RANDOM_TEXT = ROOT / "launch" / "killed_run.py", ROOT / "launch" / "random_text.py"
 LORA = {"lora__rank": 16, "model__param_dtype": "bfloat16"}
@@ -70,7 +70,7 @@ def _package(command: str, *flags: str, **changes: object) -> list[str]:
 def _learning(is_small: bool) -> list[Measurement]:
     # Trains a tiny policy without interruption, and again with a kill and a resume.
     changes = {"train__num_steps": 20, "checkpoint__every": 6, "eval__every": 0, "log__generations_every": 1}
-    changes |= {"base__clean_steps": 150, "base__noisy_steps": 15} if is_small else {}
+    changes |= {**TINY_BATCH, "base__clean_steps": 150, "base__noisy_steps": 15} if is_small else {}
     found = []
     for kind, seconds in (("deterministic", 60), ("default", 40)):
         changes |= {"train__deterministic": kind == "deterministic"}
