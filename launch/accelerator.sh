@@ -30,11 +30,10 @@ collect() { # FOLDER
 }
 
 add_missing() { # WHEELS FOLDER: installs wheels of packages that the interpreter does not have
-  local wheel name missing=()
+  local wheel name missing=() is_installed='import importlib.metadata as m, sys; m.version(sys.argv[1])'
   for wheel in "$1"/*.whl; do
     name=$(basename "$wheel")
-    PYTHONPATH=$2 "$python" -c 'import importlib.metadata as m, sys; m.version(sys.argv[1])' "${name%%-*}" 2>/dev/null ||
-      missing+=("$wheel")
+    PYTHONPATH=$2 "$python" -c "$is_installed" "${name%%-*}" 2>/dev/null || missing+=("$wheel")
   done
   [ ${#missing[@]} -gt 0 ] || return 0
   "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade --target="$2" \
@@ -64,7 +63,8 @@ output=$(cd "$output" && pwd)
 
 # All processes share compiled programs. Their working folder is the output folder.
 export PYTHONPATH=$PWD:$output/packages${PYTHONPATH:+:$PYTHONPATH} JAX_COMPILATION_CACHE_DIR=$output/runs/compiled
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
+CARD=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null) || CARD=''
+export CARD JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
 if [ -z "${SMALL:-}" ]; then
   export POLY_EPO_TEST_PLATFORM=gpu
 else # compiling takes most of the time

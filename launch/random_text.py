@@ -10,6 +10,7 @@ response, by its checksum, is correct, so that groups have advantages.
 import dataclasses
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -26,8 +27,8 @@ class RandomTextTask:
 
     def __init__(self):
         texts = [" ".join(f"w{2 + (i * 67 + j * 31) % 200}" for j in range(PROMPT_WORDS)) for i in range(256)]
-        self.train_problems = [Problem(f"random/{i}", text, "") for i, text in enumerate(texts)]
-        self.held_out_problems = self.train_problems[:1]
+        self.train_problems: Sequence[Problem] = [Problem(f"random/{i}", text, "") for i, text in enumerate(texts)]
+        self.held_out_problems: Sequence[Problem] = self.train_problems[:1]
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         """Returns 1 for about a quarter of all texts, otherwise 0."""

@@ -13,9 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,12 +25,11 @@ from rich.console import Console
 from poly_epo_jax.accelerator.figures import show
 from poly_epo_jax.accelerator.stages import Measurement, Stage, make_stages
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.signals import Stopped, StopSignal, exit_code
+from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.system.versions import versions
 
 SCHEMA = 1  # version of the format of summary.json
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, for a process whose time is over
-CARD = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 DOES_NOT_FIT = "of memory per device, but JAX may use only"  # in the error message of startup/prepare.py
 STATUSES = ("stopped", "failed", "out of time", "unfinished", "passed", "skipped")  # the first one counts
 
@@ -60,9 +57,8 @@ async def run_stages(stages: Sequence[Stage], folder: Path, seconds: float, summ
             for number, measurement in enumerate(stage.measurements, start=1):
                 print(f"{stage.name}: {measurement.name}", flush=True)
                 planned += measurement.seconds
-                limit = start + seconds * planned / total - time.monotonic()
                 log = folder / stage.name / f"{measurement.name}.log"
-                outcomes.append(await _run(measurement, log, limit, stop))
+                outcomes.append(await _run(measurement, log, start + seconds * planned / total, stop))
                 if outcomes[-1] not in ("passed", "skipped"):
                     row["messages"].append(f"{measurement.name}: {outcomes[-1]}; see {log}")
                 try:
@@ -72,13 +68,12 @@ async def run_stages(stages: Sequence[Stage], folder: Path, seconds: float, summ
                     outcomes.append("failed")
                 found = {*outcomes, *(figure["status"] for figure in row["figures"])}
                 found |= {"unfinished"} if number < len(stage.measurements) else set()
-                row["status"] = next(status for status in STATUSES if status in found)
-                row["seconds"] = round(time.monotonic() - began, 1)
+                row |= {"status": min(found & {*STATUSES}, key=STATUSES.index), "seconds": time.monotonic() - began}
                 write_json(folder / "summary.json", summary)
                 await stop.check()
 
 
-async def _run(measurement: Measurement, log: Path, limit: float, stop: StopSignal) -> str:
+async def _run(measurement: Measurement, log: Path, deadline: float, stop: StopSignal) -> str:
     # Runs a process until it ends, its time is over or a signal arrives, and returns the outcome. In a new session, a
     # process can be terminated together with the processes that it has started.
     with log.open("wb") as output:
@@ -91,7 +86,7 @@ async def _run(measurement: Measurement, log: Path, limit: float, stop: StopSign
             start_new_session=True,
         )
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(deadline - time.monotonic()):
             code = await stop.run_interruptible(process.wait())
     except (TimeoutError, Stopped) as error:
         return "stopped" if isinstance(error, Stopped) else "out of time"
@@ -111,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stages = {stage.name: stage for stage in make_stages(is_small)}
     parser = argparse.ArgumentParser("bash launch/accelerator.sh", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="time of all stages (default: 9)")
-    parser.add_argument("--output", type=Path, default=Path("."), help="folder of the results")
+    parser.add_argument("--output", type=Path, default=Path(), metavar="DIR", help="folder of the results")
     parser.add_argument(
         "--stages",
         nargs="+",
@@ -119,24 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[*stages][:-1],
         help="stages to run (default: all but compare)",
     )
-
-    def work() -> int:
-        options = parser.parse_args(arguments)
-        card = subprocess.run(CARD, capture_output=True, text=True).stdout if shutil.which(CARD[0]) else ""
-        summary: dict[str, Any] = {"schema": SCHEMA, "card": card.strip(), "versions": versions(), "small": is_small}
+    options = parser.parse_args(arguments)
+    summary = {"schema": SCHEMA, "card": os.environ.get("CARD", ""), "versions": versions(), "small": is_small}
+    try:
         selected = [stages[name] for name in options.stages]
-        try:
-            asyncio.run(run_stages(selected, options.output, 60 * options.minutes, summary))
-        except Stopped as stopped:
-            return 128 + stopped.number
-        finally:
-            show(summary["stages"], Console(width=max(Console().width, 120)))
-            print(f"Written to {options.output / 'summary.json'}.")
-        rows = summary["stages"].items()
-        failed = (name for name, row in rows if row["status"] not in ("passed", "skipped"))
-        return next((10 + [*stages].index(name) + 1 for name in failed), 0)
-
-    return exit_code(work)
+        asyncio.run(run_stages(selected, options.output, 60 * options.minutes, summary))
+    except Stopped as stopped:
+        return 128 + stopped.number
+    finally:
+        show(summary["stages"], Console(width=max(Console().width, 120)))
+        print(f"Written to {options.output / 'summary.json'}.")
+    done = {name for name, row in summary["stages"].items() if row["status"] in ("passed", "skipped")}
+    return next((10 + [*stages].index(name) + 1 for name in options.stages if name not in done), 0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A figure is a row of the summary with the fields `name`, `measured`, `expected`,
 value that is checked is `passed`, `failed` or `skipped`. Readers yield the figures that have been measured so far.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -47,8 +48,9 @@ def read_learning(folder: Path) -> Iterator[dict[str, Any]]:
             different = (f"{key} at step {a['step']}" for a, b in pairs for key in a if a[key] != b.get(key))
             files = [[(run / name).read_bytes() for name in (METRICS, GENERATIONS)] for run in runs]
             first = next(different, "none" if files[0] == files[1] else "bytes")
-            status = "passed" if first == "none" else other_status
-            yield figure(f"{kind}: first difference after a resume", first, "none", status)
+            yield figure(
+                f"{kind}: difference after resume", first, "none", "passed" if first == "none" else other_status
+            )
 
 
 def read_bench(folder: Path) -> Iterator[dict[str, Any]]:
@@ -59,9 +61,8 @@ def read_bench(folder: Path) -> Iterator[dict[str, Any]]:
         for stage in bench["stages"]:
             label, limit = f"{name}, {stage['name']}", stage["tokens"] / stage["roofline_seconds"]
             yield figure(f"{label}: tokens/s", stage["tokens_per_second"], limit)
-            if stage["mfu"]:
-                is_compiled = is_hopper and stage["name"] == "gradient"
-                yield figure(f"{label}: MFU", stage["mfu"], COMPILED_MFU.get(name) if is_compiled else None)
+            if stage["mfu"] and stage["name"] == "gradient":
+                yield figure(f"{label}: MFU", stage["mfu"], COMPILED_MFU.get(name) if is_hopper else None)
             if stage["peak_bytes"]:
                 yield figure(f"{label}: peak GB", stage["peak_bytes"] / 1e9, (stage["planned_bytes"] or 0) / 1e9)
             yield figure(f"{label}: compile s", stage["compile_seconds"])
@@ -88,12 +89,11 @@ def read_tests(folder: Path) -> Iterator[dict[str, Any]]:
 def read_comparison(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields pass@k of each method over its finished runs, and the difference between the methods, paired by seed."""
     results = read_results(folder.parent / "runs" / "study-accelerator")
-    for (task, method, rate), k in ((cell, k) for k in (64, 8, 1) for cell in results.cells("countdown")):
-        metric, cell = f"countdown: pass@{k}", (task, method, rate)
-        if values := results.by_seed(cell, metric):
-            yield figure(f"{method}: pass@{k} of {len(values)} seeds", sum(values.values()) / len(values))
-        if difference := results.difference(cell, metric):
-            yield figure(f"{method} - {results.baseline}: pass@{k}", "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference))
+    for cell, metric in itertools.product(results.cells("countdown"), ("pass@64", "pass@8", "pass@1")):
+        if values := [*results.by_seed(cell, f"countdown: {metric}").values()]:
+            yield figure(f"{cell[1]}: {metric} of {len(values)} seeds", sum(values) / len(values))
+        if difference := results.difference(cell, f"countdown: {metric}"):
+            yield figure(f"{cell[1]} - {results.baseline}: {metric}", "{:+.3f} [{:+.3f}, {:+.3f}]".format(*difference))
 
 
 def _objects(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -117,5 +117,5 @@ def show(stages: Mapping[str, Mapping[str, Any]], console: Console) -> None:
             texts = (f"{value:,.4g}" if isinstance(value, float) else str(value or "")[:60] for value in values)
             table.add_row("", *map(escape, texts), one["status"])
     console.print(table)
-    for name, message in ((name, message) for name, stage in stages.items() for message in stage["messages"]):
-        console.print(f"{name}: {message}", markup=False, soft_wrap=True)
+    messages = [f"{name}: {message}" for name, stage in stages.items() for message in stage["messages"]]
+    console.print("\n".join(messages), markup=False, soft_wrap=True)

@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 from poly_epo_jax.accelerator import figures
 
 ROOT = Path.cwd()  # launch/accelerator.sh starts the command in the root of the repository
-TESTS = ROOT / "tests" / "accelerator.txt"  # names of the tests that run on the device, one per line
 KILLED_RUN, RANDOM_TEXT = ROOT / "launch" / "killed_run.py", ROOT / "launch" / "random_text.py"
-LORA = {"lora__rank": 16, "model__param_dtype": "bfloat16"}
 # Sizes of the rehearsal.
-TINY_POLICY = {"base__hidden_size": 32, "base__mlp_size": 64, "base__num_layers": 1, "base__clean_steps": 60}
 TINY_BATCH = {"train__prompts_per_batch": 8, "train__prompts_per_minibatch": 4}
 
 
@@ -88,36 +85,27 @@ def _learning(is_small: bool) -> list[Measurement]:
 
 def _update(is_small: bool) -> list[Measurement]:
     # Measures the programs of the update of four models with random weights. Servers are not contacted.
+    lora = {"lora__rank": 16, "model__param_dtype": "bfloat16"}
     return [
-        Measurement(
-            name,
-            seconds,
-            _bench(is_small, f"update/{name}", "logprobs,gradient,optimizer", model__path=model, **lora),
-        )
-        for name, model, seconds, lora in (
-            ("Qwen3-0.6B", "Qwen/Qwen3-0.6B", 35, {}),
-            ("Qwen3-1.7B", "Qwen/Qwen3-1.7B", 40, {}),
-            ("Qwen3-4B-LoRA", "Qwen/Qwen3-4B", 55, LORA),
-            ("Qwen3-4B", "Qwen/Qwen3-4B", 60, {}),
+        Measurement(name, seconds, _bench(is_small, f"update/{name}", "logprobs,gradient,optimizer", **changes))
+        for name, seconds, changes in (
+            ("Qwen3-0.6B", 35, {"model__path": "Qwen/Qwen3-0.6B"}),
+            ("Qwen3-1.7B", 40, {"model__path": "Qwen/Qwen3-1.7B"}),
+            ("Qwen3-4B-LoRA", 55, {"model__path": "Qwen/Qwen3-4B", **lora}),
+            ("Qwen3-4B", 60, {"model__path": "Qwen/Qwen3-4B"}),
         )
     ]
 
 
 def _decode(is_small: bool) -> list[Measurement]:
     # Measures the embedded sampler. Keys and values of 512 sequences of 576 tokens take 34 GB with Qwen3-1.7B.
-    lengths = {"sampling__max_tokens": 448, "train__max_prompt_tokens": 128, "rollouts__name": "embedded"}
+    changes = {"sampling__max_tokens": 448, "train__max_prompt_tokens": 128, "rollouts__name": "embedded"}
+    changes |= {"model__path": "Qwen/Qwen3-1.7B"}
     return [
         Measurement(
-            f"{slots} slots",
+            f"{slots}-slots",
             25,
-            _bench(
-                is_small,
-                f"decode/{slots} slots",
-                "generate",
-                model__path="Qwen/Qwen3-1.7B",
-                rollouts__max_concurrent=slots,
-                **lengths,
-            ),
+            _bench(is_small, f"decode/{slots}-slots", "generate", **changes, rollouts__max_concurrent=slots),
         )
         for slots in (64, 256, 512)
     ]
@@ -125,38 +113,37 @@ def _decode(is_small: bool) -> list[Measurement]:
 
 def _bench(is_small: bool, name: str, stages: str, **changes: object) -> list[str]:
     recipe = "--config=polynomial" if is_small else "--config=polaris"
-    changes = (
-        {**TINY_BATCH, "base__hidden_size": 32} if is_small else {"mesh__fsdp": 1, "model__remat": "auto", **changes}
-    )
+    changes = {**TINY_BATCH, "base__num_layers": 1} if is_small else changes | {"mesh__fsdp": 1, "model__remat": "auto"}
     return _package("bench", recipe, f"--stages={stages}", f"--output={name}.json", **changes)
 
 
 def _step(is_small: bool) -> list[Measurement]:
     # Trains for two whole steps with each method. The first step includes compilation.
-    sizes = ("hidden_size=64", "mlp_size=128", "num_layers=2", "vocab_size=512") if is_small else ()
+    sizes = ("hidden_size=64", "mlp_size=128", "num_layers=2", "head_dim=16", "vocab_size=512") if is_small else ()
     changes = {**TINY_BATCH, "sampling__max_tokens": 32, "train__row_tokens": 256} if is_small else {}
-    runs = {
-        method: _package(
-            "main", f"--config={RANDOM_TEXT}:{method}", model__path="step/model", workdir=f"step/{method}", **changes
-        )
-        for method in ("grpo", "poly_epo")
-    }
+    changes |= {"model__path": "step/model"}
     model = [sys.executable, str(RANDOM_TEXT), "step/model", "Qwen3-0.6B", *sizes]
-    return [Measurement("model", 10, model), *(Measurement(name, 25, command) for name, command in runs.items())]
+    return [
+        Measurement("model", 10, model),
+        *(
+            Measurement(name, 25, _package("main", f"--config={RANDOM_TEXT}:{name}", **changes, workdir=f"step/{name}"))
+            for name in ("grpo", "poly_epo")
+        ),
+    ]
 
 
 def _tests() -> list[Measurement]:
-    # Runs the tests in `TESTS`, on the platform that POLY_EPO_TEST_PLATFORM selects, see tests/conftest.py.
+    # Runs the tests in a list, on the platform that POLY_EPO_TEST_PLATFORM selects, see tests/conftest.py.
     flags = ["-v", "--tb=short", "-m", "", "-p", "no:cacheprovider", f"--config-file={ROOT / 'pyproject.toml'}"]
-    names = [str(ROOT / name) for name in TESTS.read_text().split()]
+    names = [str(ROOT / name) for name in (ROOT / "tests" / "accelerator.txt").read_text().split()]
     return [Measurement("pytest", 50, [sys.executable, "-m", "pytest", *flags, *names])]
 
 
 def _compare(is_small: bool) -> list[Measurement]:
-    # Trains and evaluates the runs of a study, three at a time on a GPU, and reports the runs that are finished.
-    small = {**TINY_BATCH, **TINY_POLICY, "base__noisy_steps": 5, "train__num_steps": 3} if is_small else {}
-    study = _package("study", str(ROOT / "studies" / "accelerator.py"), **small)
-    # Small models leave most of a GPU idle, so several processes share it.
-    shared = [] if is_small else ["--gpus=0,0,0"]
-    limit = ["env", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.3"]
-    return [Measurement("study", 480, [*limit, *study, *shared]), Measurement("report", 60, [*study, "--report"])]
+    # Trains and evaluates the runs of a study, and reports the runs that are finished. Small models leave most of a GPU
+    # idle, so three processes share it.
+    small = {"base__hidden_size": 32, "base__mlp_size": 64, "base__num_layers": 1, "base__clean_steps": 60}
+    small |= {**TINY_BATCH, "base__noisy_steps": 5, "train__num_steps": 3}
+    study = _package("study", str(ROOT / "studies" / "accelerator.py"), **(small if is_small else {}))
+    shared = ["env", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.3", *study, *([] if is_small else ["--gpus=0,0,0"])]
+    return [Measurement("study", 480, shared), Measurement("report", 60, [*study, "--report"])]
