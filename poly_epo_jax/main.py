@@ -45,7 +45,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import ProblemOrder, drop_long_prompts
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import Prepared, prepare, use_compilation_cache
+from poly_epo_jax.startup.prepare import Prepared, configure_compiler, prepare
 from poly_epo_jax.startup.resume_checks import (
     check_resume_config,
     check_resume_inputs,
@@ -83,7 +83,7 @@ def run(config: Config) -> None:
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
         find_devices()
-        use_compilation_cache(config)
+        configure_compiler(config)
         check_resume_config(workdir, config)
         prepared = hosts.run_on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.

@@ -42,7 +42,7 @@ from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import check_memory, check_writable, model_shape, use_compilation_cache
+from poly_epo_jax.startup.prepare import check_memory, check_writable, configure_compiler, model_shape
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.user_path import user_path
@@ -74,7 +74,7 @@ def run(config: Config, output: Path, names: Sequence[str]) -> None:
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     memory_plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, memory_plan, rows_that_fit)
-    use_compilation_cache(config)
+    configure_compiler(config)
     verify_attention_kernel(config.model.attention, model_config, mesh, Path(config.compilation_cache_dir) / CHECKED)
     console = wide_console()
     with console.status("measuring the peak rates of the device"):
@@ -185,6 +185,8 @@ def _run_or_plan(config: Config, flags: argparse.Namespace) -> None:
     if plans:
         plan(config, output, flags.plan_all_meshes)
     elif machine:
+        if config.train.deterministic:
+            print("--compile_for omits train.deterministic, because XLA compiles such programs only on a GPU.")
         compile_for(config, machine, flags.num_layers, output, wide_console())
     else:
         names = flags.stages.split(",") if flags.stages else stage_names(config)

@@ -266,6 +266,10 @@ class TrainSection(Section, name="train"):
         "batch is smaller (0 = 4 x train.prompts_per_batch)",
         Range(0, 10**7),
     )
+    deterministic: bool = key(
+        False,
+        "whether programs on GPUs are deterministic, which makes them slower; programs on CPUs and TPUs always are",
+    )
     row_tokens: int = key(
         0, "tokens per packed row (0 = two sequences of maximum length, rounded up)", Range(1, 2**24, special=0)
     )

@@ -35,7 +35,7 @@ from poly_epo_jax.doctor.runner import CheckResult, CheckRunner, DoctorCheck, Fi
 from poly_epo_jax.doctor.servers import check_generations, check_judge, check_weights
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import check_writable, prepare, use_compilation_cache
+from poly_epo_jax.startup.prepare import check_writable, configure_compiler, prepare
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.user_path import user_path
 
@@ -120,7 +120,7 @@ def run(config: Config, flags: argparse.Namespace) -> None:
         check_writable("--output", flags.output.parent)
         flags.output.parent.mkdir(parents=True, exist_ok=True)
     hosts.join(config.hosts)
-    use_compilation_cache(config)
+    configure_compiler(config)
     console, findings = Console(), list[Finding]()
     runner = CheckRunner(RunContext(config), TIMEOUT_SECONDS)
     checks = [check for check in CHECKS if check.when in ("both", "short" if flags.short else "full")]

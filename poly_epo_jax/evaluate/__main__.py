@@ -59,7 +59,7 @@ from poly_epo_jax.rollouts.grading import EpisodeError
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
-from poly_epo_jax.startup.prepare import check_writable, use_compilation_cache
+from poly_epo_jax.startup.prepare import check_writable, configure_compiler
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
 from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
@@ -105,7 +105,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
       ValueError, OSError: If a model or benchmark is not found, or a server fails. Completed problems are kept on disk.
     """
     _check_flags(config, flags)
-    use_compilation_cache(config)
+    configure_compiler(config)
     mesh = make_mesh(**config.mesh)
     models = {}
     for name in flags.models:

@@ -17,7 +17,7 @@ from poly_epo_jax.model.policy import model_digest
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import check_writable, use_compilation_cache
+from poly_epo_jax.startup.prepare import check_writable, configure_compiler
 from poly_epo_jax.startup.read_config import make_task
 from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.system.user_path import user_path
@@ -43,7 +43,7 @@ def fit_base(config: Config, flags: argparse.Namespace) -> None:
         raise ConfigError(f"model.path={config.model.path} is a complete policy; set --config.model.path= to fit one.")
     for key, path in {"--output": folder.parent, "base.cache_dir": Path(config.base.cache_dir)}.items():
         check_writable(key, path)
-    use_compilation_cache(config)
+    configure_compiler(config)
     cached = base_policy(config, make_task(config.task), make_mesh(**config.mesh))
     if folder.exists() and model_digest(folder) != model_digest(cached):
         raise ConfigError(f"--output={folder} does not contain this base policy; choose a new folder, or delete it.")

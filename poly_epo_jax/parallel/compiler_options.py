@@ -1,7 +1,10 @@
-"""XLA compiler options for each device kind, limited to the options that the installed compiler accepts."""
+"""XLA compiler options: for each device kind, limited to the options that the installed compiler accepts, and for
+deterministic programs on GPUs.
+"""
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,10 +27,57 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {"v5p": _TPU_OPTIONS, "v6e"
 """XLA options by device, for devices on which the defaults slow down the compiled programs of an update."""
 
 
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+"""Options of deterministic programs on GPUs.
+
+By default, values that are added to the same row, as in the gradient of the embedding, are added in any order, and XLA
+chooses the fastest of several algorithms by measuring them in each process. With this option, XLA sorts the values
+first, and chooses the first algorithm that works.
+"""
+
+_uses_deterministic = False
+
+
+def use_deterministic_programs(enabled: bool) -> None:
+    """Sets whether programs that this process compiles from now on are deterministic.
+
+    This applies to programs with the options of this file, and only to GPUs. Programs for CPUs and TPUs always are.
+    """
+    global _uses_deterministic
+    _uses_deterministic = enabled
+
+
+def deterministic_options() -> dict[str, bool]:
+    """Returns the options of deterministic programs if they were selected and the default devices are GPUs."""
+    return DETERMINISTIC if _uses_deterministic and jax.default_backend() == "gpu" else {}
+
+
+class Jit:
+    """A function that `jax.jit` compiles, with the `deterministic_options` at the time of each call.
+
+    Args:
+      function: The function.
+      **settings: Arguments of `jax.jit`.
+    """
+
+    def __init__(self, function: Callable[..., Any], **settings: Any):
+        self._default = jax.jit(function, **settings)
+        self._deterministic = jax.jit(function, compiler_options=DETERMINISTIC, **settings)
+
+    @property
+    def jitted(self) -> Any:
+        """The jitted function that a call would use."""
+        return self._deterministic if deterministic_options() else self._default
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Calls `jitted`."""
+        return self.jitted(*arguments, **named)
+
+
 def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
     """Returns the options for `jax.jit` on the devices of a mesh. Warns about options that the compiler rejects."""
     device = mesh.devices.flat[0]
-    return dict(_accepted(device_name(device.device_kind), device))
+    return dict(_accepted(device_name(device.device_kind), device)) | deterministic_options()
 
 
 @functools.cache

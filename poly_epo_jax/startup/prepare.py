@@ -21,6 +21,7 @@ from poly_epo_jax.model.partition import split_params
 from poly_epo_jax.model.policy import find_model
 from poly_epo_jax.model.presets import has_preset, preset_config
 from poly_epo_jax.model.transformer import AUTO, abstract_model, param_shapes
+from poly_epo_jax.parallel.compiler_options import use_deterministic_programs
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
@@ -89,8 +90,9 @@ def prepare(config: Config) -> Prepared:
     return Prepared(mesh, task, judge, model_config, plan, rows_that_fit, digests)
 
 
-def use_compilation_cache(config: Config) -> None:
-    """Makes JAX read and write compiled programs in the folder `compilation_cache_dir`, which later commands reuse."""
+def configure_compiler(config: Config) -> None:
+    """Sets the folder of compiled programs, which later commands reuse, and whether programs are deterministic."""
+    use_deterministic_programs(config.train.deterministic)
     compilation_cache.reset_cache()  # JAX would continue to use the folder of an earlier run in the same process.
     jax.config.update("jax_compilation_cache_dir", str(Path(config.compilation_cache_dir).absolute()))
 

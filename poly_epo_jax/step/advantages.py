@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Shaped, UInt32
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.config.keys import AlgoSection
+from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.registry import Range, Registry
 from poly_epo_jax.rollouts.groups import generation_seeds
 from poly_epo_jax.types import Clustering, GradedGroup, Problem
@@ -91,7 +92,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
     """
     estimator = make_estimator(algo)
 
-    @jax.jit
+    @Jit
     def compiled(word: UInt32[jax.Array, ""], features: Features) -> jax.Array:
         return estimator.advantages(jax.random.fold_in(jax.random.key(seed), word), features)
 

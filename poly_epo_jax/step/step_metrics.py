@@ -4,12 +4,12 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, incorrect_clusters
+from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, judge_failures
 from poly_epo_jax.system.json_files import Row
@@ -117,7 +117,7 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
     }
 
 
-@functools.partial(jax.jit, static_argnames="set_size")
+@functools.partial(Jit, static_argnames="set_size")
 def _synergy(rewards: Float[Array, "1 N"], clusters: Int[Array, "1 N"], *, set_size: int) -> Float[Array, "1 N"]:
     return set_rl.exploration_exploitation_synergy(rewards, clusters, set_size).synergy
 

@@ -104,6 +104,13 @@ def test_stages_that_the_configuration_does_not_have_are_rejected(names, capsys)
     assert line.startswith(f"Error: --stages={names}") and "generate, logprobs, gradient, optimizer" in line
 
 
+def test_ahead_of_time_compilation_omits_deterministic_programs(capsys):
+    flags = ["--config=configs/polynomial.py", "--compile_for=laptop", "--config.train.deterministic=True"]
+    assert bench.main(flags) == 1  # There is no compiler for this machine.
+    printed = capsys.readouterr()
+    assert "omits train.deterministic" in printed.out and "--compile_for" in printed.err
+
+
 def test_a_disabled_kernel_is_not_measured(small_roofline, tmp_path, monkeypatch, capsys):
     reference = attention.IMPLEMENTATIONS["blockwise"]
     monkeypatch.setattr(self_check, "SEGMENTS", ((30, 34),))

@@ -31,6 +31,19 @@ def test_rejected_options_are_omitted_with_a_warning(options):
         assert module.compiler_options(ONE) == KNOWN
 
 
+def test_only_programs_on_gpus_are_deterministic_and_only_if_selected(monkeypatch):
+    monkeypatch.setattr(module, "_uses_deterministic", False)
+    double, compiled = module.Jit(lambda x: 2 * x), []
+    for backend, enabled in (("cpu", True), ("gpu", False), ("gpu", True), ("tpu", True)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        module.use_deterministic_programs(enabled)
+        assert double(3.0) == 6
+        expected = module.DETERMINISTIC if (backend, enabled) == ("gpu", True) else {}
+        assert module.deterministic_options() == module.compiler_options(ONE) == expected
+        compiled.append(tuple(one._cache_size() for one in (double._default, double._deterministic)))
+    assert compiled == [(1, 0), (1, 0), (1, 1), (1, 1)]
+
+
 def test_options_refer_to_known_devices():
     assert COMPILER_OPTIONS.keys() <= DEVICES.keys()
     assert module.compiler_options(ONE) == {}

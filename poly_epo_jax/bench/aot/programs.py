@@ -65,7 +65,9 @@ def compile_decoding(config: Config, model_config: ModelConfig, mesh: Mesh) -> I
         turnover = max(1, num_slots // TURNOVER)
         yield (
             "decode",
-            programs.decode.lower(model_config, weights, state, stop_ids, turnover=turnover, **sampling).compile(),
+            programs.decode.jitted.lower(
+                model_config, weights, state, stop_ids, turnover=turnover, **sampling
+            ).compile(),
         )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from poly_epo_jax.model import decoding
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache
+from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.parallel.sharding import ROWS
 from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
 from poly_epo_jax.types import Params
@@ -107,7 +108,7 @@ def resize(state: SlotState, size: int) -> SlotState:
     return constrain_rows(state._replace(cache=state.cache.resized(size)))
 
 
-prefill = jax.jit(decoding.prefill, static_argnums=0)
+prefill = Jit(decoding.prefill, static_argnums=0)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -206,7 +207,7 @@ def _next_token(
 
 
 @partial(
-    jax.jit,
+    Jit,
     static_argnames=("config", "turnover", "temperature", "top_p", "top_k"),
     donate_argnames="state",
 )

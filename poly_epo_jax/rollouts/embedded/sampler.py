@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.transformer import Transformer
+from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import Completion, Params, Request, Sampling
@@ -45,7 +46,7 @@ class EmbeddedSampler:
         self.max_prompt_tokens = max_prompt_tokens
         self.max_concurrent, self.full_batch = max_concurrent, full_batch
         self._params: Params | None = None
-        self._decoding_weights = jax.jit(partial(decoding_weights, model.config))
+        self._decoding_weights = Jit(partial(decoding_weights, model.config))
 
     async def push_weights(self, params: Params, version: int) -> None:
         """Stores references to the trainer's arrays.

@@ -43,7 +43,7 @@ def compiled_decode(axes: tuple[int, int, int]) -> tuple[str, Params, Params]:
         whole = result_of(jax.jit(gather_weights_over_fsdp), pushed)
         state = result_of(jax.jit(functools.partial(programs.start, CONFIG, rows, 32, 48)))
         sampling = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}  # The filters contain inner loops.
-        decode = programs.decode.lower(CONFIG, whole, state, jnp.zeros(2, jnp.int32), turnover=2, **sampling)
+        decode = programs.decode.jitted.lower(CONFIG, whole, state, jnp.zeros(2, jnp.int32), turnover=2, **sampling)
         shardings = [jax.tree.map(lambda x: x.sharding, weights) for weights in (pushed, whole)]
         return decode.compile().as_text() or "", *shardings
 

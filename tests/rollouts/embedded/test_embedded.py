@@ -231,7 +231,7 @@ def test_later_turns_continue_after_all_previous_tokens():
 
 
 def number_of_programs():
-    return programs.decode._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+    return programs.decode.jitted._cache_size()
 
 
 @pytest.mark.slow
