@@ -117,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     summary = {"schema": SCHEMA, "card": os.environ.get("CARD", ""), "versions": versions(), "small": is_small}
     try:
-        selected = [stages[name] for name in options.stages]
-        asyncio.run(run_stages(selected, options.output, 60 * options.minutes, summary))
+        asyncio.run(
+            run_stages([stages[name] for name in options.stages], options.output, 60 * options.minutes, summary)
+        )
     except Stopped as stopped:
         return 128 + stopped.number
     finally:

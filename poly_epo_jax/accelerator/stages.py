@@ -9,8 +9,18 @@ from poly_epo_jax.accelerator import figures
 
 ROOT = Path.cwd()  # launch/accelerator.sh starts the command in the root of the repository
 KILLED_RUN, RANDOM_TEXT = ROOT / "launch" / "killed_run.py", ROOT / "launch" / "random_text.py"
-# Sizes of the rehearsal.
+# Configuration of the rehearsal.
+TINY_POLICY = {
+    "base__hidden_size": 32,
+    "base__mlp_size": 64,
+    "base__num_layers": 1,
+    "base__head_dim": 8,
+    "base__clean_steps": 300,
+    "base__noisy_steps": 10,
+    "base__batch_size": 64,
+}
 TINY_BATCH = {"train__prompts_per_batch": 8, "train__prompts_per_minibatch": 4}
+TINY_TASK = {"max_coefficient": 1, "max_constant": 9, "max_x": 1, "num_train": 28, "num_held_out": 8}
 
 
 class Measurement(NamedTuple):
@@ -67,7 +77,8 @@ def _package(command: str, *flags: str, **changes: object) -> list[str]:
 def _learning(is_small: bool) -> list[Measurement]:
     # Trains a tiny policy without interruption, and again with a kill and a resume.
     changes = {"train__num_steps": 20, "checkpoint__every": 6, "eval__every": 0, "log__generations_every": 1}
-    changes |= {**TINY_BATCH, "base__clean_steps": 150, "base__noisy_steps": 15} if is_small else {}
+    small = {**TINY_POLICY, **TINY_BATCH, "task__options": TINY_TASK, "optimizer__learning_rate": 2e-3}
+    changes |= small if is_small else {}
     found = []
     for kind, seconds in (("deterministic", 60), ("default", 40)):
         changes |= {"train__deterministic": kind == "deterministic"}
@@ -85,22 +96,26 @@ def _learning(is_small: bool) -> list[Measurement]:
 
 def _update(is_small: bool) -> list[Measurement]:
     # Measures the programs of the update of four models with random weights. Servers are not contacted.
-    lora = {"lora__rank": 16, "model__param_dtype": "bfloat16"}
     return [
         Measurement(name, seconds, _bench(is_small, f"update/{name}", "logprobs,gradient,optimizer", **changes))
         for name, seconds, changes in (
             ("Qwen3-0.6B", 35, {"model__path": "Qwen/Qwen3-0.6B"}),
             ("Qwen3-1.7B", 40, {"model__path": "Qwen/Qwen3-1.7B"}),
-            ("Qwen3-4B-LoRA", 55, {"model__path": "Qwen/Qwen3-4B", **lora}),
+            ("Qwen3-4B-LoRA", 55, {"model__path": "Qwen/Qwen3-4B", "lora__rank": 16, "model__param_dtype": "bfloat16"}),
             ("Qwen3-4B", 60, {"model__path": "Qwen/Qwen3-4B"}),
         )
     ]
 
 
 def _decode(is_small: bool) -> list[Measurement]:
-    # Measures the embedded sampler. Keys and values of 512 sequences of 576 tokens take 34 GB with Qwen3-1.7B.
-    changes = {"sampling__max_tokens": 448, "train__max_prompt_tokens": 128, "rollouts__name": "embedded"}
-    changes |= {"model__path": "Qwen/Qwen3-1.7B"}
+    # Measures the embedded sampler. Keys and values of 512 sequences of 512 tokens take 30 GB with Qwen3-0.6B.
+    changes = {
+        "model__path": "Qwen/Qwen3-0.6B",
+        "rollouts__name": "embedded",
+        "train__max_prompt_tokens": 128,
+        "sampling__max_tokens": 384,
+        "train__row_tokens": 4096,
+    }
     return [
         Measurement(
             f"{slots}-slots",
@@ -142,8 +157,7 @@ def _tests() -> list[Measurement]:
 def _compare(is_small: bool) -> list[Measurement]:
     # Trains and evaluates the runs of a study, and reports the runs that are finished. Small models leave most of a GPU
     # idle, so three processes share it.
-    small = {"base__hidden_size": 32, "base__mlp_size": 64, "base__num_layers": 1, "base__clean_steps": 60}
-    small |= {**TINY_BATCH, "base__noisy_steps": 5, "train__num_steps": 3}
-    study = _package("study", str(ROOT / "studies" / "accelerator.py"), **(small if is_small else {}))
+    changes = {**TINY_POLICY, **TINY_BATCH, "train__num_steps": 3} if is_small else {}
+    study = _package("study", str(ROOT / "studies" / "accelerator.py"), **changes)
     shared = ["env", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.3", *study, *([] if is_small else ["--gpus=0,0,0"])]
     return [Measurement("study", 480, shared), Measurement("report", 60, [*study, "--report"])]
