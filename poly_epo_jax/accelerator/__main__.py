@@ -4,15 +4,17 @@ bash launch/accelerator.sh                         six stages in nine minutes, i
 bash launch/accelerator.sh --stages compare        GRPO against Poly-EPO at the scale of a GPU, a call of its own
 SMALL=1 bash launch/accelerator.sh                 the same with tiny sizes, on any machine
 
-Each measurement is a process with a time limit. Unused time is left to later measurements. The file summary.json in the
-output folder is valid at any time. The exit code is 0 if all stages passed or were skipped, and 10 + N if stage N of
-doctor, learning, update, decode, step, tests and compare is the first that failed or did not finish.
+Each measurement is a process with a time limit. Unused time is left to later measurements. Repeated calls reuse
+compiled programs and base policies. The file summary.json in the output folder is valid at any time. The exit code is 0
+if all stages passed or were skipped, and 10 + N if stage N of doctor, learning, update, decode, step, tests and compare
+is the first that failed or did not finish.
 """
 
 import argparse
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -52,7 +54,8 @@ async def run_stages(stages: Sequence[Stage], folder: Path, seconds: float, summ
     write_json(folder / "summary.json", summary)
     with stop.on_signals():
         for stage in stages:
-            (folder / stage.name).mkdir(exist_ok=True)
+            shutil.rmtree(folder / stage.name, ignore_errors=True)  # of an earlier call
+            (folder / stage.name).mkdir()
             row, began, outcomes = summary["stages"][stage.name], time.monotonic(), list[str]()
             for number, measurement in enumerate(stage.measurements, start=1):
                 print(f"{stage.name}: {measurement.name}", flush=True)

@@ -20,7 +20,6 @@ from poly_epo_jax.study.results import read_results
 
 # Upper bounds on the MFU of the gradient on an H100 or H200, from programs that were compiled but not run.
 COMPILED_MFU = {"Qwen3-0.6B": 0.32, "Qwen3-1.7B": 0.45, "Qwen3-4B-LoRA": 0.45, "Qwen3-4B": 0.49}
-CPU_REWARD_GAIN = 0.1  # of the learning stage
 
 
 def figure(name: str, measured: Any, expected: Any = None, status: str = "measured") -> dict[str, Any]:
@@ -42,7 +41,7 @@ def read_learning(folder: Path) -> Iterator[dict[str, Any]]:
         whole, resumed = ([row for row in read_rows(run / METRICS) if "reward" in row] for run in runs)
         if whole:
             gain = (sum(row["reward"] for row in whole[-5:]) - sum(row["reward"] for row in whole[:5])) / 5
-            yield figure(f"{kind}: reward gain", gain, CPU_REWARD_GAIN, "passed" if gain > 0 else "failed")
+            yield figure(f"{kind}: reward gain", gain, status="passed" if gain > 0 else "failed")
         if whole and len(whole) == len(resumed):
             pairs = zip(whole, resumed, strict=True)
             different = (f"{key} at step {a['step']}" for a, b in pairs for key in a if a[key] != b.get(key))
@@ -79,8 +78,7 @@ def read_step(folder: Path) -> Iterator[dict[str, Any]]:
 
 def read_tests(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the number of tests that passed, and the name of each test that failed."""
-    log = (folder / "pytest.log").read_text(errors="replace")
-    results = re.findall(r"(\S+::\S+) (PASSED|FAILED|ERROR)", log)
+    results = re.findall(r"(\S+::\S+) (PASSED|FAILED|ERROR)", (folder / "pytest.log").read_text(errors="replace"))
     failed = [name for name, result in results if result != "PASSED"]
     yield figure("tests that passed", float(len(results) - len(failed)), float(len(results)))
     yield from (figure("failed test", name, status="failed") for name in failed)
@@ -113,9 +111,11 @@ def show(stages: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     for name, stage in stages.items():
         table.add_row(name, "", f"{stage.get('seconds', 0):.0f} s", "", "", stage["status"])
         for one in stage["figures"]:
-            values = (one[key] for key in ("name", "measured", "expected", "ratio"))
-            texts = (f"{value:,.4g}" if isinstance(value, float) else str(value or "")[:60] for value in values)
-            table.add_row("", *map(escape, texts), one["status"])
+            shown = (
+                f"{x:,.4g}" if isinstance(x, float) else escape(str(x or "")[:60])
+                for x in map(one.get, ("name", "measured", "expected", "ratio"))
+            )
+            table.add_row("", *shown, one["status"])
     console.print(table)
     messages = [f"{name}: {message}" for name, stage in stages.items() for message in stage["messages"]]
     console.print("\n".join(messages), markup=False, soft_wrap=True)
