@@ -1,7 +1,7 @@
 """Checks and measures an accelerator: correctness, learning, speed of update and decoding, whole steps, tests.
 
 bash launch/accelerator.sh                         six stages in nine minutes, in the order of their value
-bash launch/accelerator.sh --stages compare        GRPO against Poly-EPO at the scale of a GPU, a call of its own
+bash launch/accelerator.sh --stages compare        GRPO against Poly-EPO with a policy of 90 million weights
 SMALL=1 bash launch/accelerator.sh                 the same with tiny sizes, on any machine
 
 Each measurement is a process with a time limit. Unused time is left to later measurements. Repeated calls reuse
@@ -26,7 +26,7 @@ from rich.console import Console
 
 from poly_epo_jax.accelerator.figures import show
 from poly_epo_jax.accelerator.stages import Measurement, Stage, make_stages
-from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.json_files import read_object, write_json
 from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.system.versions import versions
 
@@ -43,20 +43,23 @@ async def run_stages(stages: Sequence[Stage], folder: Path, seconds: float, summ
       stages: Stages in the order in which they run.
       folder: Output folder.
       seconds: Time of all stages, divided among the measurements in proportion to `Measurement.seconds`.
-      summary: Content of summary.json, to which the results of the stages are added.
+      summary: Content of summary.json, to which the results of the stages are added. Results of other stages in an
+        existing file with the same content are kept.
 
     Raises:
       Stopped: If a signal was received. All started processes have ended, and the summary is written.
     """
     stop, start, planned = StopSignal(), time.monotonic(), 0.0
     total = sum(measurement.seconds for stage in stages for measurement in stage.measurements)
-    summary["stages"] = {stage.name: {"status": "not started", "messages": [], "figures": []} for stage in stages}
+    earlier = read_object(folder / "summary.json", "delete it")
+    rows = {stage.name: {"status": "not started", "messages": [], "figures": []} for stage in stages}
+    summary["stages"] = (earlier["stages"] if summary.items() <= earlier.items() else {}) | rows
     write_json(folder / "summary.json", summary)
     with stop.on_signals():
         for stage in stages:
             shutil.rmtree(folder / stage.name, ignore_errors=True)  # of an earlier call
             (folder / stage.name).mkdir()
-            row, began, outcomes = summary["stages"][stage.name], time.monotonic(), list[str]()
+            row, began, outcomes = rows[stage.name], time.monotonic(), list[str]()
             for number, measurement in enumerate(stage.measurements, start=1):
                 print(f"{stage.name}: {measurement.name}", flush=True)
                 planned += measurement.seconds
@@ -69,8 +72,11 @@ async def run_stages(stages: Sequence[Stage], folder: Path, seconds: float, summ
                 except (ValueError, LookupError, TypeError, OSError) as error:  # Later stages do not depend on it.
                     row["messages"].append(f"{measurement.name}: {type(error).__name__}: {error}")
                     outcomes.append("failed")
-                found = {*outcomes, *(figure["status"] for figure in row["figures"])}
-                found |= {"unfinished"} if number < len(stage.measurements) else set()
+                found = {
+                    *outcomes,
+                    *(figure["status"] for figure in row["figures"]),
+                    *(["unfinished"] if number < len(stage.measurements) else []),
+                }
                 row |= {"status": min(found & {*STATUSES}, key=STATUSES.index), "seconds": time.monotonic() - began}
                 write_json(folder / "summary.json", summary)
                 await stop.check()

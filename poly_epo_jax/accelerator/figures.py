@@ -1,4 +1,4 @@
-"""Reads the results of the stages as figures: measured values, beside the expected values if there are any.
+"""Reads the results of the stages as figures: measured values, and expected values if there are any.
 
 A figure is a row of the summary with the fields `name`, `measured`, `expected`, `ratio` and `status`. The status of a
 value that is checked is `passed`, `failed` or `skipped`. Readers yield the figures that have been measured so far.
@@ -53,7 +53,7 @@ def read_learning(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_bench(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields speed, beside the limit of measured matmul rate and bandwidth, MFU, memory and compile time of stages."""
+    """Yields speed and its limit by measured matmul rate and bandwidth, MFU, memory and compile time of stages."""
     for name, bench in _objects(folder):
         is_hopper = any(card in bench["setting"]["device"] for card in ("H100", "H200"))
         yield figure(f"{name}: matmul TFLOP/s", bench["setting"]["device_tflops"], bench["setting"]["vendor_tflops"])
@@ -68,7 +68,7 @@ def read_bench(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_step(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the seconds of each stage in the last step of each method, beside the seconds of the step."""
+    """Yields the seconds of each stage in the last step of each method, and those of the whole step."""
     for method in ("grpo", "poly_epo"):
         for row in read_rows(folder / method / TIMING)[-1:]:
             times = {key.removeprefix("seconds/"): row[key] for key in row if key.startswith("seconds/")}

@@ -56,7 +56,7 @@ class Stage(NamedTuple):
 def make_stages(is_small: bool) -> list[Stage]:
     """Creates all stages. With `is_small`, sizes are tiny, to rehearse the command on any machine."""
     recipe = "--config=polynomial" if is_small else "--config=gsm8k"
-    doctor = Measurement("doctor", 60, _package("doctor", recipe, "--short", "--output=doctor/doctor.json"))
+    doctor = Measurement("doctor", 50, _package("doctor", recipe, "--short", "--output=doctor/doctor.json"))
     return [
         Stage("doctor", [doctor], figures.read_doctor),
         Stage("learning", _learning(is_small), figures.read_learning),
@@ -76,12 +76,11 @@ def _package(command: str, *flags: str, **changes: object) -> list[str]:
 
 def _learning(is_small: bool) -> list[Measurement]:
     # Trains a tiny policy without interruption, and again with a kill and a resume.
-    changes = {"train__num_steps": 20, "checkpoint__every": 6, "eval__every": 0, "log__generations_every": 1}
-    small = {**TINY_POLICY, **TINY_BATCH, "task__options": TINY_TASK, "optimizer__learning_rate": 2e-3}
-    changes |= small if is_small else {}
+    fixed = {"train__num_steps": 20, "checkpoint__every": 6, "eval__every": 0, "log__generations_every": 1}
+    tiny = {**TINY_POLICY, **TINY_BATCH, "task__options": TINY_TASK, "optimizer__learning_rate": 2e-3}
     found = []
-    for kind, seconds in (("deterministic", 60), ("default", 40)):
-        changes |= {"train__deterministic": kind == "deterministic"}
+    for kind, seconds in (("deterministic", 54), ("default", 36)):
+        changes = fixed | (tiny if is_small else {}) | {"train__deterministic": kind == "deterministic"}
         whole, killed = (
             _package("main", "--config=polynomial", **changes, workdir=f"learning/{kind}{suffix}")
             for suffix in ("", "-killed")
@@ -99,10 +98,10 @@ def _update(is_small: bool) -> list[Measurement]:
     return [
         Measurement(name, seconds, _bench(is_small, f"update/{name}", "logprobs,gradient,optimizer", **changes))
         for name, seconds, changes in (
-            ("Qwen3-0.6B", 35, {"model__path": "Qwen/Qwen3-0.6B"}),
-            ("Qwen3-1.7B", 40, {"model__path": "Qwen/Qwen3-1.7B"}),
-            ("Qwen3-4B-LoRA", 55, {"model__path": "Qwen/Qwen3-4B", "lora__rank": 16, "model__param_dtype": "bfloat16"}),
-            ("Qwen3-4B", 60, {"model__path": "Qwen/Qwen3-4B"}),
+            ("Qwen3-0.6B", 60, {"model__path": "Qwen/Qwen3-0.6B"}),
+            ("Qwen3-1.7B", 50, {"model__path": "Qwen/Qwen3-1.7B"}),
+            ("Qwen3-4B-LoRA", 50, {"model__path": "Qwen/Qwen3-4B", "lora__rank": 16, "model__param_dtype": "bfloat16"}),
+            ("Qwen3-4B", 50, {"model__path": "Qwen/Qwen3-4B"}),
         )
     ]
 
@@ -119,10 +118,10 @@ def _decode(is_small: bool) -> list[Measurement]:
     return [
         Measurement(
             f"{slots}-slots",
-            25,
+            seconds,
             _bench(is_small, f"decode/{slots}-slots", "generate", **changes, rollouts__max_concurrent=slots),
         )
-        for slots in (64, 256, 512)
+        for slots, seconds in ((64, 30), (256, 20), (512, 20))
     ]
 
 
@@ -141,8 +140,10 @@ def _step(is_small: bool) -> list[Measurement]:
     return [
         Measurement("model", 10, model),
         *(
-            Measurement(name, 25, _package("main", f"--config={RANDOM_TEXT}:{name}", **changes, workdir=f"step/{name}"))
-            for name in ("grpo", "poly_epo")
+            Measurement(
+                name, seconds, _package("main", f"--config={RANDOM_TEXT}:{name}", **changes, workdir=f"step/{name}")
+            )
+            for name, seconds in (("grpo", 35), ("poly_epo", 25))
         ),
     ]
 
@@ -150,8 +151,8 @@ def _step(is_small: bool) -> list[Measurement]:
 def _tests() -> list[Measurement]:
     # Runs the tests in a list, on the platform that POLY_EPO_TEST_PLATFORM selects, see tests/conftest.py.
     flags = ["-v", "--tb=short", "-m", "", "-p", "no:cacheprovider", f"--config-file={ROOT / 'pyproject.toml'}"]
-    names = [str(ROOT / name) for name in (ROOT / "tests" / "accelerator.txt").read_text().split()]
-    return [Measurement("pytest", 50, [sys.executable, "-m", "pytest", *flags, *names])]
+    names = (ROOT / "tests" / "accelerator.txt").read_text().split()
+    return [Measurement("pytest", 50, [sys.executable, "-m", "pytest", *flags, *(str(ROOT / name) for name in names)])]
 
 
 def _compare(is_small: bool) -> list[Measurement]:

@@ -159,6 +159,7 @@ def test_the_exit_code_is_that_of_the_first_stage_that_failed(tmp_path: Path, mo
     monkeypatch.setattr(command, "make_stages", lambda is_small: stages)
     assert command.main(["--output", str(tmp_path)]) == 12  # without the last stage
     assert command.main(["--output", str(tmp_path), "--stages", "a"]) == 0
+    assert list(json.loads((tmp_path / "summary.json").read_text())["stages"]) == ["a", "b"]  # of both calls
     assert command.main(["--output", str(tmp_path), "--stages", "c", "a"]) == 13
     with pytest.raises(SystemExit, match="2"):
         command.main(["--stages", "d"])
