@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.config.keys import Config
@@ -13,6 +14,7 @@ from poly_epo_jax.model.checkpoint import Checkpoints
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.devices import peak_bytes
 from poly_epo_jax.parallel.sharding import params_on_host
+from poly_epo_jax.records.profile import StepProfiler
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
 from poly_epo_jax.step.minibatches import MinibatchPacker
@@ -150,11 +152,12 @@ async def train(
     trainer.experience.num_lost = trainer.current.ahead
     if tracker is not None:
         tracker.show_stages(trainer.timeline)
-    stopped = None
+    stopped, profiler = None, StepProfiler(config.train.profile_steps, Path(config.workdir))
     with trainer.experience.stop.on_signals():
         try:
             await loop.start(is_evaluated)
             for step in range(saved + 1, config.train.num_steps + 1):
+                profiler.start_step(step)
                 await loop.step(step)
         except DivergenceError as error:
             good = f"The checkpoint of step {loop.saved} is valid" if loop.saved else "No checkpoint has been saved yet"
@@ -166,6 +169,7 @@ async def train(
         except Stopped as caught:
             stopped = caught
         finally:
+            profiler.start_step(0)
             await trainer.experience.close()
             if trainer.progress is not None and trainer.progress.step == loop.logged > loop.saved:
                 loop.save()

@@ -118,6 +118,8 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([FILE, "--config.train.num_steps=abc"], ["train.num_steps='abc' must be a whole number."]),
         ([FILE, "--config.train.num_steps=1.5"], ["train.num_steps='1.5' must be a whole number."]),
         ([FILE, "--config.optimizer.learning_rate=fast"], ["optimizer.learning_rate='fast' must be a finite number."]),
+        ([FILE, "--config.train.profile_steps=12:10"], ["train.profile_steps='12:10' must be FIRST:LAST", "10:12"]),
+        ([FILE, "--config.train.profile_steps=abc"], ["train.profile_steps='abc' must be FIRST:LAST"]),
         ([FILE, "--config.train=3"], ["no key config.train", "config.train.num_steps"]),
         ([FILE, "--config.task.options=3"], ["task.options=3 must be a dictionary."]),
         ([FILE, "--config.rollouts.shared_servers=yes"], ["rollouts.shared_servers='yes' must be True or False."]),
@@ -201,12 +203,17 @@ def saved_run(folder: Path, **changes: Any) -> None:
 
 def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path, error_message):
     mutable = {"train.num_steps": 7, "train.rows_per_device": 2, "mesh.data": 2, "model.path": "/moved"}
+    mutable |= {"train.profile_steps": "1:2"}
     immutable = {"optimizer.schedule": "constant", "rollouts.in_flight": True}
     saved_run(tmp_path / "run", seed=3, **immutable, **mutable)
-    changed = "--config.optimizer.learning_rate=1e-3", "--config.log.generations_every=3"
+    changes = "optimizer.learning_rate=1e-3", "train.deterministic=True", "log.generations_every=3"
+    changed = [f"--config.{change}" for change in changes]
     text = error_message(FILE, "--config.optimizer.schedule=constant", *changed)
     in_flight = "rollouts.in_flight (the staleness of responses depends on it)"
-    assert f"contains a run with different values of optimizer.learning_rate, {in_flight}, seed; " in text
+    assert (
+        f"contains a run with different values of optimizer.learning_rate, {in_flight}, seed, train.deterministic; "
+        in text
+    )
     assert str(tmp_path / "run") in text
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from fakes import LETTERS, PROBLEMS, RandomLetters, tiny_params
-from tiny_training import saved, tiny_config, tiny_experience, train_tiny
+from tiny_training import saved, tiny_config, tiny_experience, tiny_update, train_tiny
 from training_runs import rows_of
 
 from poly_epo_jax import set_rl
@@ -26,6 +26,7 @@ from poly_epo_jax.step.advantages import Features, make_advantages
 from poly_epo_jax.step.objective import DivergenceError
 from poly_epo_jax.step.step_metrics import logged_generations
 from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.train import Trainer
 from poly_epo_jax.types import Completion, GradedGroup, Metrics, Params, Problem, Request, Sampling
 
 
@@ -237,6 +238,32 @@ class Uncountable(RandomLetters):
         if self.calls == 2:
             raise ServerError("The counts are lost.")
         return {"rollouts/counted": 1.0}
+
+
+def test_profiled_steps_have_a_trace_and_the_same_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Traces one step in the middle of the run, and steps from the last one on."""
+    calls: list[str] = []
+    for owner, name in ((jax.profiler, "start_trace"), (jax.profiler, "stop_trace"), (Trainer, "step")):
+        function = getattr(owner, name)
+
+        def record(*arguments: Any, _name: str = name, _function: Any = function, **named: Any) -> Any:
+            calls.append(_name)
+            return _function(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, record)
+    start, step, stop = "start_trace", "step", "stop_trace"
+    expected = {"": [step] * 3, "2:2": [step, start, step, stop, step], "3:9": [step, step, start, step, stop]}
+    update = tiny_update(tiny_config(**{"train.num_steps": 3}))
+    for number, (steps, order) in enumerate(expected.items()):
+        folder = tmp_path / str(number)
+        changes = {"train.num_steps": 3, "train.profile_steps": steps, "workdir": str(folder)}
+        calls.clear()
+        train_tiny(folder, update=update, changes=changes)
+        assert calls == order
+        assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "0" / "metrics.jsonl").read_bytes()
+        traces = {path.name for path in (folder / "tensorboard").glob("plugins/profile/*/*")}
+        assert bool(traces) == bool(steps) == ("perfetto_trace.json.gz" in traces)
+        assert any(name.endswith(".xplane.pb") for name in traces) == bool(steps)
 
 
 def test_every_saved_step_has_a_row(tmp_path: Path):

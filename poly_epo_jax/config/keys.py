@@ -10,6 +10,7 @@ components against their registries, and combinations of keys.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,14 @@ TARGETS = Check(
     lambda names: bool(names) and len(set(names)) == len(names) and set(names) <= set(PROJECTIONS),
     f"must list at least one of {', '.join(PROJECTIONS)}, without duplicates",
 )
+
+
+def _is_step_range(text: str) -> bool:
+    match = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", text)
+    return not text or (match is not None and int(match[1]) <= int(match[2]))
+
+
+STEP_RANGE = Check(_is_step_range, "must be FIRST:LAST with 1 <= FIRST <= LAST, such as 10:12")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +278,9 @@ class TrainSection(Section, name="train"):
     deterministic: bool = key(
         False,
         "whether programs on GPUs are deterministic, which makes them slower; programs on CPUs and TPUs always are",
+    )
+    profile_steps: str = key(
+        "", "first and last step to trace with the profiler of JAX, such as 10:12 (empty = none)", STEP_RANGE
     )
     row_tokens: int = key(
         0, "tokens per packed row (0 = two sequences of maximum length, rounded up)", Range(1, 2**24, special=0)

@@ -28,7 +28,7 @@
                          written after the row of its step.
     generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION` and, for episodes,
                          `EPISODE`.
-    tensorboard/         Metrics and timing as TensorBoard events.
+    tensorboard/         Metrics and timing as TensorBoard events, and traces of the steps of train.profile_steps.
     checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.
     lock                 Lock file of the training process. Other processes may read the folder.

@@ -29,6 +29,7 @@ MUTABLE_KEYS = (
     "workdir",
     "compilation_cache_dir",
     "train.num_steps",
+    "train.profile_steps",
     "mesh.",
     "hosts.",
     "train.rows_per_device",

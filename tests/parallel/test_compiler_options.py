@@ -1,5 +1,7 @@
 """Tests that options reach the compiler, and that rejected options are omitted with a warning."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -40,7 +42,8 @@ def test_only_programs_on_gpus_are_deterministic_and_only_if_selected(monkeypatc
         assert double(3.0) == 6
         expected = module.DETERMINISTIC if (backend, enabled) == ("gpu", True) else {}
         assert module.deterministic_options() == module.compiler_options(ONE) == expected
-        compiled.append(tuple(one._cache_size() for one in (double._default, double._deterministic)))
+        programs: tuple[Any, Any] = double._default, double._deterministic
+        compiled.append(tuple(one._cache_size() for one in programs))
     assert compiled == [(1, 0), (1, 0), (1, 1), (1, 1)]
 
 
