@@ -26,9 +26,10 @@ class RandomTextTask:
     """Task whose prompts are random words, and whose rewards do not depend on the meaning of responses."""
 
     def __init__(self):
-        texts = [" ".join(f"w{2 + (i * 67 + j * 31) % 200}" for j in range(PROMPT_WORDS)) for i in range(256)]
-        self.train_problems: Sequence[Problem] = [Problem(f"random/{i}", text, "") for i, text in enumerate(texts)]
-        self.held_out_problems: Sequence[Problem] = self.train_problems[:1]
+        texts = [" ".join(f"w{2 + (i * 67 + j * 31) % 509}" for j in range(PROMPT_WORDS)) for i in range(257)]
+        problems = [Problem(f"random/{i}", text, "") for i, text in enumerate(texts)]
+        self.train_problems: Sequence[Problem] = problems[1:]
+        self.held_out_problems: Sequence[Problem] = problems[:1]
 
     def reward(self, problem: Problem, generation: Generation) -> float:
         """Returns 1 for about a quarter of all texts, otherwise 0."""

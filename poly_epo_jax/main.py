@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -37,7 +38,7 @@ from poly_epo_jax.parallel.devices import find_devices
 from poly_epo_jax.parallel.sharding import host_mesh
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.timeline import Timeline
-from poly_epo_jax.records.tracking import Tracker
+from poly_epo_jax.records.tracking import Tracker, check_loggers
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
 from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
@@ -63,7 +64,7 @@ from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
-from poly_epo_jax.tasks.problems import Cleaned, reasons_text
+from poly_epo_jax.tasks.problems import reasons_text, usable_problems
 from poly_epo_jax.train import Trainer, TrainProgress, train
 from poly_epo_jax.types import Problem, Sampling, Task
 
@@ -83,6 +84,7 @@ def run(config: Config) -> None:
     with contextlib.ExitStack() as held:
         hosts.join(config.hosts)
         find_devices()
+        hosts.run_on_first(lambda: check_loggers(config.log.projects))
         configure_compiler(config)
         check_resume_config(workdir, config)
         prepared = hosts.run_on_all(lambda: prepare(config))
@@ -111,7 +113,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
         digests |= _same_content(config, policy, reference_digests(reference))
     digests |= check_resume_inputs(config, prepared.judge)
-    hosts.run_on_first(lambda: _write_description(config, policy, digests))
+    hosts.run_on_first(lambda: _write_description(config, policy, digests, prepared.code))
 
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
@@ -160,11 +162,11 @@ def _same_content(config: Config, policy: Policy, digests: dict[str, str]) -> di
     return hosts.run_on_all(lambda: check_same_content(Path(config.workdir), str(policy.path), digests))
 
 
-def _write_description(config: Config, policy: Policy, digests: dict[str, str]) -> None:
+def _write_description(config: Config, policy: Policy, digests: dict[str, str], code: dict[str, Any]) -> None:
     """Writes about.json and the policy's tokenizer and configuration to the run folder."""
     workdir = Path(config.workdir)
     policy.save_description(workdir / run_folder.POLICY)
-    about = {"method": method_title(config.algo), "remat": policy.config.remat}
+    about: dict[str, Any] = {"method": method_title(config.algo), "remat": policy.config.remat} | code
     base = {"base": str(policy.path.absolute())} if config.lora.rank else {}
     file = workdir / run_folder.ABOUT
     saved = run_folder.read_about(workdir).get("digests", {}) if run_folder.resumable_config(workdir) else {}
@@ -238,19 +240,17 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     # Without a checkpoint, all rows are dropped, including those of the evaluation before the first step.
     resume_step = step or -1
-    projects = {"wandb": config.log.wandb_project, "trackio": config.log.trackio_project}
     total_steps, method = config.train.num_steps, method_title(config.algo)
-    return Tracker(Path(config.workdir), json_config, total_steps, resume_step, projects, method)
+    return Tracker(Path(config.workdir), json_config, total_steps, resume_step, config.log.projects, method)
 
 
 def _problems_that_fit(config: Config, task: Task, policy: Policy) -> tuple[Sequence[Problem], Sequence[Problem]]:
     """Returns the training and held-out problems with short enough prompts, and writes the counts to data.json."""
     counts, problems = {}, []
-    for name, part in (("train", task.train_problems), ("held_out", task.held_out_problems)):
+    for name, (part, before) in usable_problems(task).items():
         limits = (config.train.max_prompt_tokens, policy.config.vocab_size)
         kept, too_long = drop_long_prompts(part, policy.tokenizer, *limits)
-        before = dataclasses.asdict(task.dropped[name]) if isinstance(task, Cleaned) else {}
-        counts[name] = {"kept": len(kept), "dropped": before | {"too_long": too_long}}
+        counts[name] = {"kept": len(kept), "dropped": dataclasses.asdict(before) | {"too_long": too_long}}
         problems.append(kept)
         if (reasons := reasons_text(counts[name]["dropped"])) and hosts.is_first():
             print(f"{name.replace('_', '-')} problems: {len(kept)}; dropped: {reasons}.")

@@ -4,7 +4,9 @@ Nothing of the package is imported here, so that every other file can use it.
 """
 
 import dataclasses
-from typing import TypeVar
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeVar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +39,45 @@ def _format_number(value: int | float) -> str:
 
 
 Entry = TypeVar("Entry")
+_METHODS = property | classmethod | staticmethod
 
 
 class Registry(dict[str, Entry]):
-    """A dict whose entries cannot be replaced, because this would change runs that refer to them by name."""
+    """A dict whose entries cannot be replaced by other code, because this would change runs that refer to them by name.
+
+    The same code may be registered again, for example by a cell of a notebook that runs twice.
+    """
 
     def __setitem__(self, name: str, entry: Entry) -> None:
         """Registers an entry.
 
         Raises:
-          ValueError: If the name is already registered.
+          ValueError: If other code is registered under the name.
         """
-        if name in self:
+        if name in self and _code(self[name]) != _code(entry):
             raise ValueError(f"The name {name!r} is already registered; choose a name other than {', '.join(self)}.")
         super().__setitem__(name, entry)
+
+
+def _code(value: Any) -> Any:
+    """Returns a value that is equal for two functions, classes or dataclasses that the same code defines."""
+    if isinstance(value, _METHODS):
+        return _code(value.fget if isinstance(value, property) else value.__func__)
+    if isinstance(value, type):
+        parts = [one for one in vars(value).items() if isinstance(one[1], FunctionType | _METHODS) or one[0][0] != "_"]
+        return value.__qualname__, [(name, _code(part)) for name, part in parts]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        # A method that calls super() refers to its class.
+        return (
+            value.__code__,
+            repr(value.__defaults__),
+            [cell.__qualname__ if isinstance(cell, type) else _code(cell) for cell in cells],
+        )
+    if isinstance(value, partial):
+        return _code(value.func), repr(value.args), repr(value.keywords)
+    if isinstance(value, tuple):
+        return [_code(part) for part in value]
+    if dataclasses.is_dataclass(value):
+        return [_code(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return repr(value)

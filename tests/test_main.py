@@ -179,7 +179,7 @@ def test_invalid_arguments_are_reported(arguments: list[str], words: list[str], 
     [
         (["--config.mesh.tensor=4", "--config.mesh.fsdp=1"], ["mesh.tensor=4", "num_kv_heads=2"]),
         (["--config.train.max_prompt_tokens=1"], ["train.max_prompt_tokens=1 ", "held-out problem", "eval.every=0"]),
-        (["--config.train.max_prompt_tokens=1", "--config.eval.every=0"], ["there are only 0 training problems"]),
+        (["--config.train.max_prompt_tokens=1", "--config.eval.every=0"], ["only 0 training problems"]),
         (["--config.workdir=setup.py/run"], ["Not a directory", "setup.py/run"]),
         (["--config.log.wandb_project=mine"], ["'mine'", "wandb is not installed"]),
     ],
@@ -516,3 +516,13 @@ def test_an_interrupt_in_a_notebook_ends_the_wait_for_the_judge(tmp_path: Path):
         loop.run_until_complete(cell())
     loop.close()
     assert not judge.has_waited
+
+
+def test_a_missing_logger_is_reported_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(main, "prepare", pytest.fail)
+    config = polynomial.get_config()
+    config.workdir, config.log.wandb_project = str(tmp_path / "run"), "p"
+    with pytest.raises(ImportError, match="wandb_project='p', but wandb is not installed"):
+        main.run(read_config(config))
+    assert not list(tmp_path.iterdir())

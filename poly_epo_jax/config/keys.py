@@ -354,6 +354,7 @@ class CheckpointSection(Section, name="checkpoint"):
 
     every: int = key(50, "interval between checkpoints, in steps", STEPS)
     keep: int = key(2, "number of checkpoints to keep; older checkpoints are deleted", STEPS)
+    accept_changed_code: bool = key(False, "whether a run continues although the user's code has changed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,6 +373,12 @@ class LogSection(Section, name="log"):
     generations_every: int = key(10, "interval between batches written to generations.jsonl, in steps", STEPS)
     wandb_project: str = key("", "name of the Weights & Biases project (empty = disabled)")
     trackio_project: str = key("", "name of the Trackio project (empty = disabled)")
+
+    @property
+    def projects(self) -> dict[str, str]:
+        """Projects of the enabled loggers, by module."""
+        projects = {"wandb": self.wandb_project, "trackio": self.trackio_project}
+        return {module: project for module, project in projects.items() if project}
 
 
 @dataclasses.dataclass(frozen=True)

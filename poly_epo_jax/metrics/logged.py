@@ -25,6 +25,8 @@ class LoggedMetric:
       drawn: Whether reports draw the metric over training steps.
       digits: Number of decimals in summaries.
       unit_axis: Whether figures draw the metric on an axis from 0 to 1.
+      fallback: Whether a value above 0 means that something failed, was repeated or was left out. The progress display
+        shows these metrics as soon as they are not 0.
     """
 
     title: str
@@ -34,6 +36,7 @@ class LoggedMetric:
     drawn: bool = False
     digits: int = 3
     unit_axis: bool = False
+    fallback: bool = False
 
 
 LOGGED_METRICS: Registry[LoggedMetric] = Registry(
@@ -53,11 +56,13 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Held-out judge failures",
             "Number of held-out problems on which the judge failed.",
             "Above 0: the cluster metrics of the evaluation omit these problems.",
+            fallback=True,
         ),
         "eval/environment_failed_problems": LoggedMetric(
             "Held-out environment failures",
             "Number of held-out problems on which the environment failed.",
             "Above 0: all metrics of the evaluation omit these problems.",
+            fallback=True,
         ),
         # Generations of a step.
         "reward": LoggedMetric(
@@ -123,6 +128,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "An increase or a large fraction: increase `sampling.max_tokens`.",
             drawn=True,
             unit_axis=True,
+            fallback=True,
         ),
         "response/looped": LoggedMetric(
             "Responses that end in a loop",
@@ -135,6 +141,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "response/masked": LoggedMetric(
             "Masked truncated responses",
             "Number of truncated responses of the step, which algo.truncated=mask leaves out.",
+            fallback=True,
         ),
         "response/penalty": LoggedMetric(
             "Overlong penalty",
@@ -180,6 +187,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Number of the step's prompts that are not trained on, because their responses were sampled with weights "
             "that are more than train.staleness steps old. Only logged with train.staleness above 0.",
             "Above 0: servers generate with outdated weights; read their logs.",
+            fallback=True,
         ),
         "data/too_old_length": LoggedMetric(
             "Response length of outdated prompts",
@@ -268,13 +276,16 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Fraction of response tokens whose importance weight is reduced to algo.importance_cap.",
         ),
         "mismatch/masked_responses": LoggedMetric(
-            "Masked responses", "Number of responses that algo.max_mismatch_ratio excludes from the update."
+            "Masked responses",
+            "Number of responses that algo.max_mismatch_ratio excludes from the update.",
+            fallback=True,
         ),
         # Failures and retries.
         "environment/failed_prompts": LoggedMetric(
             "Environment failures",
             "Number of the step's prompts on which the environment failed, which are not trained on.",
             "Above `rollouts.max_failed_fraction` of the prompts: the run stops.",
+            fallback=True,
         ),
         "environment/failed/*": LoggedMetric(
             "Environment failures by kind",
@@ -282,13 +293,14 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "`late`: increase `rollouts.turn_timeout_seconds`. `raised`: correct the environment.",
         ),
         "environment/retries": LoggedMetric(
-            "Repeated episodes", "Number of episodes that were repeated because the environment failed."
+            "Repeated episodes", "Number of episodes that were repeated because the environment failed.", fallback=True
         ),
         "judge/failed_prompts": LoggedMetric(
             "Judge failures",
             "Number of the step's prompts on which the judge failed.",
             "`judge.on_failure` selects their use. Above `judge.max_failed_fraction` of the prompts: a method that "
             "reads clusters stops the run.",
+            fallback=True,
         ),
         "judge/failed/*": LoggedMetric(
             "Judge failures by kind",
@@ -300,12 +312,16 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Skipped updates",
             "Number of the step's updates without a prompt that could be trained on.",
             "Above 0: these updates do not change the weights, but count in the learning rate schedule.",
+            fallback=True,
         ),
-        "judge/retries": LoggedMetric("Judge retries", "Number of requests to the judge that were repeated."),
+        "judge/retries": LoggedMetric(
+            "Judge retries", "Number of requests to the judge that were repeated.", fallback=True
+        ),
         "judge/shortened_responses": LoggedMetric(
             "Shortened responses",
             "Number of responses that were shortened to fit into the judge's prompt.",
             "Above 0: the judge does not read the middle of these responses; increase `max_response_chars`.",
+            fallback=True,
         ),
         "judge/prompt_tokens": LoggedMetric(
             "Judge's prompt tokens", "Number of tokens of the requests to the judge, if its server reports it."
@@ -317,20 +333,28 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Grader timeouts",
             "Number of answers with reward 0 because their comparison exceeded its time limit.",
             "Above 0 in many steps: correct answers may have reward 0.",
+            fallback=True,
         ),
         "grader/crashes": LoggedMetric(
             "Grader crashes",
             "Number of answers with reward 0 because their comparison ended its worker process.",
             "Above 0 in many steps: correct answers may have reward 0.",
+            fallback=True,
         ),
         "rollouts/server_failures": LoggedMetric(
-            "Server failures", "Number of failures of generation servers.", "Above 0: read the logs of the servers."
+            "Server failures",
+            "Number of failures of generation servers.",
+            "Above 0: read the logs of the servers.",
+            fallback=True,
         ),
-        "rollouts/resampled": LoggedMetric("Resampled generations", "Number of generations that were resampled."),
+        "rollouts/resampled": LoggedMetric(
+            "Resampled generations", "Number of generations that were resampled.", fallback=True
+        ),
         "rollouts/invalid_responses": LoggedMetric(
             "Invalid server responses",
             "Number of generations that were resampled because a response was invalid.",
             "Above 0: read the logs of the servers.",
+            fallback=True,
         ),
         "rollouts/bytes_proofs": LoggedMetric(
             "Updates proven by checksums",
@@ -348,6 +372,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Rejected weight updates",
             "Number of weight updates of servers that failed the verification by content.",
             "Above 0: the error messages name the servers. They are not given prompts until an update succeeds.",
+            fallback=True,
         ),
         "checkpoints/corrupted": LoggedMetric(
             "Corrupted checkpoints",

@@ -13,6 +13,7 @@ import jax.extend
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.parallel.mesh import row_shards
+from poly_epo_jax.system.missing_packages import install_command
 from poly_epo_jax.system.text import first_line
 
 
@@ -79,7 +80,7 @@ def find_devices() -> list[Any]:
         jax.extend.backend.clear_backends()
         jax.config.update("jax_platforms", selected)
         extra = next((_EXTRAS[name] for name in selected.split(",") if name in _EXTRAS), "")
-        remedy = f" or, on a machine with such devices, run: pip install 'poly-epo-jax[{extra}]'" if extra else ""
+        remedy = f" or, on a machine with such devices, run: {install_command(extra)}" if extra else ""
         raise ConfigError(
             f"JAX_PLATFORMS={selected} cannot be used, because JAX only finds {' and '.join(sorted(existing))} here; "
             f"unset it{remedy}."

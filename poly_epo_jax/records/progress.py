@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -64,7 +65,8 @@ class TrainingProgress:
     """Progress display of a training run.
 
     On a terminal, it is a live screen. Otherwise, a line is printed at the beginning, for the first step, the last step
-    and each evaluation, and if ten seconds have passed since the previous line.
+    and each evaluation, at the first failure of each kind, and if ten seconds have passed since the previous line. Each
+    line contains the failures and repetitions since the previous line, and the last line those of all steps.
 
     Args:
       total_steps: Last step of the run.
@@ -86,6 +88,7 @@ class TrainingProgress:
             name: metric.brief for name, metric in LOGGED_METRICS.items() if metric.brief and not is_held_out(name)
         }
         self._evaluated_at: int | None = None
+        self._fallbacks, self._unprinted = _Fallbacks(), _Fallbacks()
         self._lines = _Lines()
         self._progress = Progress(
             TextColumn("step"),
@@ -115,6 +118,10 @@ class TrainingProgress:
           values: Metrics and times by name. Other values keep their last state on the live screen.
         """
         self._latest |= values
+        known = self._fallbacks.texts()
+        self._fallbacks.add(values)
+        self._unprinted.add(values)
+        is_new = self._fallbacks.texts().keys() > known.keys()
         evaluated = any(name in values for name in _HELD_OUT)
         if evaluated:
             self._evaluated_at = step
@@ -122,13 +129,15 @@ class TrainingProgress:
         self._progress.update(self._task, completed=step)
         if self._live is not None:
             self._live.refresh()
-        elif self._lines.due(evaluated or step == self._total_steps):
+        elif self._lines.due(evaluated or is_new or step == self._total_steps):
             print(self._line(step, values), flush=True)
 
     def close(self) -> None:
-        """Stops the live screen."""
+        """Stops the live screen, and prints the number of failures and repetitions, if there were any."""
         if self._live is not None:
             self._live.stop()
+        if texts := self._fallbacks.texts():
+            print(f"Since step {self._first_step}: {', '.join(texts.values())}.", flush=True)
 
     def _screen(self) -> Group:
         stages = {name: name.removeprefix("seconds/") for name in self._latest if name.startswith("seconds/")}
@@ -144,15 +153,39 @@ class TrainingProgress:
         ]
         stage = ", ".join(self.active_stages()) or "waiting"
         status = Text(f"stage: {stage}{' (compiles programs)' if self._compiles else ''}")
-        return Group(Text(self._title, style="bold"), self._progress, status, Columns(blocks, padding=(1, 2)))
+        counted = [Text(text, style="yellow") for text in self._fallbacks.texts().values()]
+        columns = Columns(blocks, padding=(1, 2))
+        return Group(Text(self._title, style="bold"), self._progress, status, columns, *counted)
 
     def _line(self, step: int, values: Metrics) -> str:
         parts = [f"step {step}/{self._total_steps}"]
         labels = self._training | {name: f"held-out {label}" for name, label in self._held_out.items()}
         parts += [f"{label} {_number(values[name])}" for name, label in labels.items() if name in values]
+        parts += self._unprinted.texts().values()
+        self._unprinted = _Fallbacks()
         units = {"tokens_per_second": "tokens/s", "seconds/step": "s"}
         parts += [f"{_number(values[name])} {unit}" for name, unit in units.items() if name in values]
         return "  ".join([*parts, *_time_left(self._progress)])
+
+
+class _Fallbacks:
+    """Sums the metrics of failures and repetitions (`LoggedMetric.fallback`), and averages those that are fractions."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {name: [] for name, one in LOGGED_METRICS.items() if one.fallback}
+
+    def add(self, values: Metrics) -> None:
+        """Adds the metrics of a step."""
+        for name in self._values.keys() & values.keys():
+            self._values[name].append(values[name])
+
+    def texts(self) -> dict[str, str]:
+        """Returns a text for each metric that was not always 0, by name."""
+        found = {name: (LOGGED_METRICS[name], values) for name, values in self._values.items() if any(values)}
+        return {
+            name: f"{one.title.lower()} {_number(statistics.fmean(values)) if one.unit_axis else f'{sum(values):,.0f}'}"
+            for name, (one, values) in found.items()
+        }
 
 
 class _Lines:

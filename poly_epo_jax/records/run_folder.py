@@ -7,8 +7,9 @@
                          that the run was trained with, see system/versions.py. "digests": digests of the problems, the
                          policy, the judge and the files that the configuration names, see startup/resume_checks.py. A
                          run is only resumed if they are unchanged, except for the digest of the folder `model.path`,
-                         which only studies compare. "base": folder of the base policy, only if checkpoints contain
-                         only an adapter.
+                         which only studies compare. "code" and "code_changes": digests of the files with the user's
+                         code, and changes of them that were accepted, see startup/resume_code.py. "base": folder of
+                         the base policy, only if checkpoints contain only an adapter.
     data.json            Number of problems, and of dropped problems by reason.
     metrics.jsonl        One row per step, {"step": 12, "reward": 0.61, ...}, and one row per evaluation, {"step": 12,
                          "eval/reward": 0.58, ...}, after the row of its step. With the embedded sampler and a judge

@@ -34,7 +34,7 @@ class Tracker(AbstractContextManager["Tracker"]):
       config_json: Full configuration, written to config.json unchanged.
       total_steps: Last step of the run.
       resume_step: Step of the restored checkpoint. Later rows are removed. -1 starts a new run and removes all rows.
-      projects: Projects to log to, by the module `wandb` or `trackio`. An empty name disables the module.
+      projects: Projects to log to, by the module `wandb` or `trackio`.
       method: Name of the method, for the progress display.
 
     Raises:
@@ -54,9 +54,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     ) -> None:
         self._folder = folder
         self._loggers = {
-            module: _open_logger(module, folder, config_json, project)
-            for module, project in projects.items()
-            if project
+            module: _open_logger(module, folder, config_json, project) for module, project in projects.items()
         }
         with run_folder.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -150,12 +148,14 @@ def _wandb_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     return wandb.Table(columns=list(WANDB_COLUMNS), data=[[row[name] for name in WANDB_COLUMNS] for row in rows])
 
 
-def _open_logger(module: str, folder: Path, config_json: str, project: str) -> Any:
-    """Starts the run of W&B or Trackio, or continues it if the training run is resumed.
+def check_loggers(projects: Mapping[str, str]) -> None:
+    """Raises ImportError if a module of the loggers, by which the projects are listed, is not installed."""
+    for module, project in projects.items():
+        _logger_init(module, project)
 
-    Runs are identified by a digest of the complete path of the run folder, because the runs of a study, and of two
-    studies, may have folders with the same name.
-    """
+
+def _logger_init(module: str, project: str) -> Any:
+    """Returns the function `init` of W&B or Trackio."""
     try:
         # `import wandb` alone would succeed if the current folder contains a folder wandb/.
         if module == "wandb":
@@ -166,7 +166,16 @@ def _open_logger(module: str, folder: Path, config_json: str, project: str) -> A
         raise ImportError(
             f"log.{module}_project={project!r}, but {module} is not installed; install {module} or leave the key empty."
         ) from error
+    return init
+
+
+def _open_logger(module: str, folder: Path, config_json: str, project: str) -> Any:
+    """Starts the run of W&B or Trackio, or continues it if the training run is resumed.
+
+    Runs are identified by a digest of the complete path of the run folder, because the runs of a study, and of two
+    studies, may have folders with the same name.
+    """
     digest, config = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16], json.loads(config_json)
     # Trackio identifies runs by their names.
     names = {"name": folder.name, "id": digest} if module == "wandb" else {"name": f"{folder.name}-{digest[:8]}"}
-    return init(project=project, resume="allow", config=config, **names)
+    return _logger_init(module, project)(project=project, resume="allow", config=config, **names)

@@ -9,6 +9,7 @@ from typing import Any
 
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
 from poly_epo_jax.system.run_to_completion import run_to_completion
+from poly_epo_jax.system.user_code import user_line
 from poly_epo_jax.types import (
     EnvironmentFailure,
     EpisodeFailure,
@@ -122,8 +123,8 @@ class Environments:
             if limit.expired():
                 late = f"did not return within rollouts.turn_timeout_seconds={self.timeout_seconds:g}"
                 raise FailedEpisode("late", f"{name} of problem {problem.id} {late}") from None
-            kind = type(error).__name__
-            raise FailedEpisode("raised", f"{name} of problem {problem.id} raised {kind}: {error}") from error
+            raised = f"raised {type(error).__name__}{user_line(error)}: {error}"
+            raise FailedEpisode("raised", f"{name} of problem {problem.id} {raised}") from error
 
     def submit(self, function: Callable[[], Awaitable[Any]]) -> Any:
         """Starts a call in the event loop of the environments, and returns its `concurrent.futures.Future`."""

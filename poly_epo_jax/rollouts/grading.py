@@ -13,6 +13,7 @@ from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.system.user_code import user_code
 from poly_epo_jax.types import (
     Clustering,
     EnvironmentFailure,
@@ -58,6 +59,7 @@ async def grade_groups(
 
     Raises:
       ValueError: If the task or the judge returns an invalid value.
+      UserCodeError: If the task or the judge raises an exception.
     """
     clock = clock or StageClock()
     running = []
@@ -84,7 +86,7 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
         return checked_rewards(task, group.problem, rewards)
 
     async def cluster():
-        with clock.stage("judge"):
+        with clock.stage("judge"), user_code(judge, "cluster", group.problem.id):
             return checked_clustering(judge, group, await judge.cluster(group))
 
     rewards, clustering = await asyncio.gather(score(), cluster())
@@ -103,7 +105,8 @@ def _rewards(task: Task, group: Group) -> list[Any]:
     if outcomes:
         return [outcome.reward for outcome in outcomes]
     assert isinstance(task, Rewarded)
-    return [task.reward(group.problem, generation) for generation in group.generations]
+    with user_code(task, "reward", group.problem.id):
+        return [task.reward(group.problem, generation) for generation in group.generations]
 
 
 def complete_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

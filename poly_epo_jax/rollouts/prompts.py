@@ -187,9 +187,8 @@ class ProblemOrder:
     def __init__(self, problems: Sequence[Problem], prompts_per_batch: int, seed: int):
         if prompts_per_batch > len(problems):
             raise ValueError(
-                f"train.prompts_per_batch={prompts_per_batch}, but there are only {len(problems)} training problems "
-                "whose prompts fit train.max_prompt_tokens; raise train.max_prompt_tokens, or lower "
-                "train.prompts_per_batch."
+                f"train.prompts_per_batch={prompts_per_batch}, but only {len(problems)} training problems can be used; "
+                "lower it, or raise train.max_prompt_tokens. data.json counts the other problems by reason."
             )
         # `repeat(None)` means 2^63 - 1 problems in grain, which overflows.
         self._epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)

@@ -5,6 +5,7 @@ computed.
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -28,7 +29,9 @@ from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.startup.base_policy import base_shape
 from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
+from poly_epo_jax.startup.resume_code import check_resume_code
 from poly_epo_jax.startup.rules import check_rules, task_rules
+from poly_epo_jax.step.advantages import check_estimator
 from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.limits import memory_limit
 from poly_epo_jax.types import Judge, Task
@@ -49,6 +52,7 @@ class Prepared:
       plan: Memory plan of the run.
       rows_that_fit: Maximum number of rows per device that the plan allows.
       digests: Digests of the problems, see `check_same_content`.
+      code: Digests of the user's code, see `check_resume_code`.
     """
 
     mesh: Mesh
@@ -58,6 +62,7 @@ class Prepared:
     plan: Plan
     rows_that_fit: int
     digests: dict[str, str]
+    code: dict[str, Any]
 
 
 def prepare(config: Config) -> Prepared:
@@ -70,11 +75,13 @@ def prepare(config: Config) -> Prepared:
     for key, folder in _output_folders(config).items():
         check_writable(key, Path(folder))
     mesh = make_mesh(**config.mesh)
+    code = check_resume_code(config)
     task = make_task(config.task)
     check_rules(task_rules(config, task))
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
     judge = make_judge(config.judge, task)
+    check_estimator(config.algo, config.train.num_generations)
     model_config = _configured_shape(config, task)
     if max_sequence_tokens(config) > model_config.max_position:
         raise ConfigError(
@@ -87,7 +94,7 @@ def prepare(config: Config) -> Prepared:
     plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, plan, rows_that_fit)
     model_config = dataclasses.replace(model_config, remat=plan.remat)
-    return Prepared(mesh, task, judge, model_config, plan, rows_that_fit, digests)
+    return Prepared(mesh, task, judge, model_config, plan, rows_that_fit, digests, code)
 
 
 def configure_compiler(config: Config) -> None:

@@ -25,6 +25,7 @@ from poly_epo_jax.startup.rules import check_rules, command_rules, training_rule
 from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
+from poly_epo_jax.tasks.problems import check_ids
 from poly_epo_jax.types import Interactive, Judge, Rewarded, Task
 
 KNOWN_NAMES: dict[str, Collection[str]] = {
@@ -89,6 +90,7 @@ def make_task(section: TaskSection) -> Task:
 
     Raises:
       ConfigError: If the task has neither rewards nor episodes.
+      ValueError: If two training problems or two held-out problems have the same id.
     """
     task = TASKS[section.name](**section.options)
     if not isinstance(task, Rewarded | Interactive):
@@ -96,6 +98,8 @@ def make_task(section: TaskSection) -> Task:
             f"task.name={section.name!r} selects {type(task).__name__}, which has neither the method reward nor the "
             "method start; define one of them."
         )
+    check_ids(task.train_problems)
+    check_ids(task.held_out_problems)
     return task
 
 

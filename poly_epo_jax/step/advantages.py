@@ -11,10 +11,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Shaped, UInt32
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.config.keys import AlgoSection
+from poly_epo_jax.config.keys import AlgoSection, ConfigError
 from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.registry import Range, Registry
 from poly_epo_jax.rollouts.groups import generation_seeds
+from poly_epo_jax.system.text import first_line
+from poly_epo_jax.system.user_code import user_line
 from poly_epo_jax.types import Clustering, GradedGroup, Problem
 
 Features = Mapping[str, jax.Array | np.ndarray]
@@ -28,6 +30,7 @@ ZERO = 1e-6
 
 OWN_FEATURES = ("rewards", "lengths", "mean_logprob")
 """Features that every generation has. All other features come from the judge."""
+_INTEGERS = ("lengths", "clusters")
 FEATURES = (*OWN_FEATURES, "clusters", "embeddings")
 """Names of the features that the estimators created by `_factory` can read. Their other parameters are options."""
 
@@ -124,6 +127,32 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
         return np.concatenate(rows)
 
     return advantages
+
+
+def check_estimator(algo: AlgoSection, num_generations: int) -> None:
+    """Traces the estimator on one prompt, so that mistakes in a user's function are reported at the start.
+
+    Estimators that read other features than rewards, lengths, log-probabilities and clusters are not checked.
+
+    Raises:
+      ConfigError: If the code of a user raises an exception.
+    """
+    estimator, kinds = (
+        make_estimator(algo),
+        dict.fromkeys(OWN_FEATURES, np.float32) | dict.fromkeys(_INTEGERS, np.int32),
+    )
+    if not set(estimator.reads) <= kinds.keys():
+        return
+    features = {name: jax.ShapeDtypeStruct((1, num_generations), kinds[name]) for name in estimator.reads}
+    try:
+        jax.eval_shape(estimator.advantages, jax.random.key(0), features)
+    except Exception as error:
+        if not (line := user_line(error)):
+            raise
+        raise ConfigError(
+            f"{estimator.title} raised {type(error).__name__}{line}: {first_line(error)} Objectives and advantage "
+            "estimators are compiled by JAX: use functions of jax.numpy instead of NumPy, and jnp.where instead of if."
+        ) from error
 
 
 def has_signal(advantages: Float[np.ndarray, "P N"]) -> Bool[np.ndarray, " P"]:

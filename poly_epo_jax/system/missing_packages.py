@@ -1,7 +1,22 @@
 """Error message for packages that are not installed. Commands print it in one line instead of a traceback."""
 
+import json
 import sys
+from importlib import metadata
 from types import TracebackType
+
+
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra of this package from where the package itself was installed.
+
+    This is a clone, the file of a wheel, or the package index.
+    """
+    installed = next(iter(metadata.distributions(name="poly-epo-jax")), None)
+    origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
+    if installed is None or "dir_info" in origin:
+        return f"pip install --editable '{origin.get('url', '.').removeprefix('file://')}[{extra}]'"
+    source = f" @ {origin['url']}" if origin else ""
+    return f"pip install 'poly-epo-jax[{extra}]{source}'"
 
 
 def explain_missing_package(error: ModuleNotFoundError) -> str:
@@ -9,7 +24,7 @@ def explain_missing_package(error: ModuleNotFoundError) -> str:
     package = (error.name or "a package").partition(".")[0]
     return (
         f"training, evaluation and reports need more packages ({package} is missing); install them with: "
-        "pip install 'poly-epo-jax[train]'"
+        f"{install_command('train')}"
     )
 
 

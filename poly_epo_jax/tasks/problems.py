@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.tasks.answers import reference_answer
-from poly_epo_jax.types import Problem
+from poly_epo_jax.types import ComparesAnswers, Interactive, Problem, Task
 
 SLOT = "{problem}"
 
@@ -246,9 +246,7 @@ def clean_problems(
     Raises:
       ValueError: If two of the problems have the same id.
     """
-    for identifier, count in collections.Counter(problem.id for problem in problems).most_common(1):
-        if count > 1:
-            raise ValueError(f"{count} problems have the id {identifier!r}; make the ids unique.")
+    check_ids(problems)
     same: dict[str, list[Problem]] = {}
     for problem in problems:
         same.setdefault(_squeeze(problem.prompt), []).append(problem)
@@ -259,6 +257,33 @@ def clean_problems(
         duplicates=len(problems) - len(same), conflicting=len(same) - len(agreed), held_out=len(agreed) - len(kept)
     )
     return kept, dropped
+
+
+def check_ids(problems: Sequence[Problem]) -> None:
+    """Checks that the ids of problems are unique.
+
+    Raises:
+      ValueError: If two of the problems have the same id.
+    """
+    for identifier, count in collections.Counter(problem.id for problem in problems).most_common(1):
+        if count > 1:
+            raise ValueError(f"{count} problems have the id {identifier!r}; make the ids unique.")
+
+
+def usable_problems(task: Task) -> dict[str, tuple[Sequence[Problem], Dropped]]:
+    """Returns the problems of a task and the numbers of removed problems, by part ("train" and "held_out").
+
+    Duplicate, conflicting and held-out problems are removed, unless the task has removed them itself (`Cleaned`) or is
+    interactive: episodes that start with the same prompt can be different problems.
+    """
+    parts = {"train": task.train_problems, "held_out": task.held_out_problems}
+    if isinstance(task, Cleaned):
+        return {name: (part, task.dropped[name]) for name, part in parts.items()}
+    if isinstance(task, Interactive):
+        return {name: (part, Dropped()) for name, part in parts.items()}
+    same_answer = task.same_answer if isinstance(task, ComparesAnswers) else lambda *_: True
+    held_out, dropped = clean_problems(parts["held_out"], same_answer)
+    return {"train": clean_problems(parts["train"], same_answer, held_out), "held_out": (held_out, dropped)}
 
 
 def _agree(first: Problem, *copies: Problem, same_answer: Callable[[Problem, str, str], bool]) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from poly_epo_jax.config.checks import NOT_EMPTY, SEED
 from poly_epo_jax.registry import Range
+from poly_epo_jax.system.missing_packages import install_command
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, prompted
 from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Verifier
 from poly_epo_jax.types import Generation, Problem
@@ -75,7 +76,7 @@ class ReasoningGymTask(GradedInWorkers):
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ImportError(
                 "task.name=reasoning_gym requires the package reasoning-gym; install it with: "
-                "pip install 'poly-epo-jax[reasoning-gym]' (its dependency pycosat requires a C compiler)"
+                f"{install_command('reasoning-gym')} (its dependency pycosat requires a C compiler)"
             )
         check_template(self.template)
         self.correct_from: float = self.threshold if self.raw_score else 1.0

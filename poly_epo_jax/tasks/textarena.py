@@ -15,6 +15,7 @@ import numpy as np
 from poly_epo_jax.config.checks import NOT_EMPTY, SEED, one_of
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.system.missing_packages import install_command
 from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Outcome as PlayerFailure, Verifier
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem
 
@@ -82,8 +83,7 @@ class TextArenaTask(GradedInWorkers):
     def __post_init__(self):
         if importlib.util.find_spec("textarena") is None:
             raise ImportError(
-                "task.name=textarena requires the package textarena; install it with: pip install "
-                "'poly-epo-jax[textarena]'"
+                f"task.name=textarena requires the package textarena; install it with: {install_command('textarena')}"
             )
         if self.game.partition("-v0")[0] not in GAMES:
             raise ValueError(

@@ -1,12 +1,14 @@
 """Types commands of `python -m poly_epo_jax` in an empty folder, with the package laid out as a wheel installs it."""
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ import poly_epo_jax
 from poly_epo_jax.cli import COMMANDS, main
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.recipes import find_file
-from poly_epo_jax.system.missing_packages import explain_missing_package
+from poly_epo_jax.system.missing_packages import explain_missing_package, install_command
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "poly_epo_jax"
@@ -139,7 +141,23 @@ def test_training_from_python_reports_missing_packages(typed: Typed):
     ended = typed("-c", "from poly_epo_jax import run", hidden="ml_collections")
     sentence = explain_missing_package(ModuleNotFoundError(name="ml_collections"))
     assert ended.stderr.splitlines()[-1] == f"ImportError: {sentence}"
-    assert "(ml_collections is missing); install them with: pip install 'poly-epo-jax[train]'" in sentence
+    assert f"(ml_collections is missing); install them with: {install_command('train')}" in sentence
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": "file:///home/a", "dir_info": {"editable": True}}, "pip install --editable '/home/a[gpu]'"),
+        ({"url": "file:///a.whl", "archive_info": {}}, "pip install 'poly-epo-jax[gpu] @ file:///a.whl'"),
+        (None, "pip install 'poly-epo-jax[gpu]'"),
+    ],
+)
+def test_extras_are_installed_from_the_origin_of_the_package(origin, command, monkeypatch: pytest.MonkeyPatch):
+    installed = SimpleNamespace(read_text=lambda _: json.dumps(origin) if origin else None)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter([installed]))
+    assert install_command("gpu") == command
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter([]))
+    assert install_command("gpu") == "pip install --editable '.[gpu]'"
 
 
 def test_an_error_other_than_a_missing_package_keeps_its_traceback(typed: Typed):

@@ -247,4 +247,4 @@ def test_the_base_installation(works: Callable[..., str]):
 def test_a_command_whose_packages_are_missing(command: str, shell: Shell):
     code, output = shell(command, "")
     assert code != 0 and output.count("\n") == 1, output
-    assert output.startswith("Error: ") and f"pip install '{PROJECT['name']}[train]'" in output
+    assert output.startswith("Error: ") and f"pip install '{PROJECT['name']}[train] @ file://" in output

@@ -10,6 +10,7 @@ import pytest
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.parallel.devices import find_devices
+from poly_epo_jax.system.missing_packages import install_command
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -28,8 +29,8 @@ for _ in range(2):
 @pytest.mark.parametrize(
     ("platforms", "remedy"),
     [
-        ("cuda", "unset it or, on a machine with such devices, run: pip install 'poly-epo-jax[gpu]'."),
-        ("tpu", "unset it or, on a machine with such devices, run: pip install 'poly-epo-jax[tpu]'."),
+        ("cuda", f"unset it or, on a machine with such devices, run: {install_command('gpu')}."),
+        ("tpu", f"unset it or, on a machine with such devices, run: {install_command('tpu')}."),
         ("another", "unset it."),
     ],
 )

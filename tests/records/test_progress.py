@@ -40,3 +40,25 @@ def test_failed_work_is_not_reported_as_complete(capsys, clock: list[float]):
         show(1)
         raise ValueError("broken")
     assert capsys.readouterr().out == "x 1/2\n"
+
+
+def test_failures_are_printed_when_they_occur_and_at_the_end(capsys, clock: list[float]):
+    shown = progress.TrainingProgress(5, 0, "run")
+    judge, truncated = "judge/failed_prompts", "response/truncated"
+    for step, failed, fraction in ((1, 0, 0.0), (2, 2, 0.0), (3, 3, 0.5), (4, 4, 0.0), (5, 0, 0.0)):
+        clock[0] += 1.0
+        shown.show(step, {"reward": 1.0, judge: failed, truncated: fraction})
+    shown.close()
+    first, second, third, last, summary = capsys.readouterr().out.splitlines()[1:]
+    assert "failures" not in first and "truncated" not in first
+    assert "step 2/5" in second and "judge failures 2" in second
+    assert "step 3/5" in third and "judge failures 3" in third and "truncated responses 0.500" in third
+    assert "step 5/5" in last and "judge failures 4" in last and "truncated" not in last
+    assert summary == "Since step 0: truncated responses 0.100, judge failures 9."
+
+
+def test_a_run_without_failures_prints_no_summary(capsys, clock: list[float]):
+    shown = progress.TrainingProgress(1, 0, "run")
+    shown.show(1, {"reward": 1.0, "judge/failed_prompts": 0.0})
+    shown.close()
+    assert "failures" not in capsys.readouterr().out

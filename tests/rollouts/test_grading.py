@@ -3,7 +3,10 @@
 import asyncio
 import dataclasses
 import itertools
+import json
+import re
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.grading import JudgeError, check_failed_fraction, cluster_ids, grade_groups, usable_groups
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Generation, Group, JudgeFailure, Problem
+from poly_epo_jax.system.user_code import UserCodeError
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, Group, JudgeFailure, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -126,8 +130,24 @@ def test_errors_of_the_reward_are_raised():
         def reward(self, problem: Problem, generation: Generation) -> float:
             raise ZeroDivisionError(problem.id)
 
-    with pytest.raises(ZeroDivisionError, match="p"):
+    line = Broken.reward.__code__.co_firstlineno + 1
+    expected = (
+        rf"Broken\.reward raised ZeroDivisionError for problem 'p' at {re.escape(__file__)}:{line}: p\. .* in (.*)\.$"
+    )
+    with pytest.raises(UserCodeError, match=expected) as raised:
         asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
+    file = re.search(expected, str(raised.value))
+    assert file and "ZeroDivisionError: p" in Path(file[1]).read_text()
+    Path(file[1]).unlink()
+
+
+def test_errors_of_the_judge_are_raised():
+    class Broken(LetterJudge):
+        async def cluster(self, group: Group) -> Clustering:
+            return json.loads("no JSON")
+
+    with pytest.raises(UserCodeError, match=r"Broken\.cluster raised JSONDecodeError .* 'p' at .*test_grading\.py:\d+"):
+        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, ByLetter(), Broken()))
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
@@ -145,7 +165,7 @@ def test_errors_that_asyncio_cannot_raise_end_the_step(error: type[BaseException
             return first == second
 
     grading = grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge())
-    with pytest.raises(RuntimeError, match=f"{error.__name__}: in the reward"):
+    with pytest.raises((RuntimeError, UserCodeError), match=f"{error.__name__}.*: in the reward"):
         asyncio.run(asyncio.wait_for(grading, timeout=PATIENCE))
     judging = AnswerJudge(Broken()).cluster(group(PROBLEMS[0], "ab"))
     with pytest.raises(RuntimeError, match=f"{error.__name__}: in the answer"):

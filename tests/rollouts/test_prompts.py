@@ -61,7 +61,7 @@ def test_the_order_depends_on_the_seed():
 
 
 def test_too_few_problems_raise_an_error():
-    with pytest.raises(ValueError, match=r"batch=11, .* only 10 .* fit train.max_prompt_tokens; raise"):
+    with pytest.raises(ValueError, match=r"batch=11, .* only 10 .* raise train.max_prompt_tokens"):
         ProblemOrder(PROBLEMS, 11, seed=0)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,16 @@ import numpy as np
 import pytest
 
 from poly_epo_jax import set_rl
-from poly_epo_jax.config.keys import AlgoSection
+from poly_epo_jax.config.keys import AlgoSection, ConfigError
 from poly_epo_jax.rollouts.groups import generation_seeds
-from poly_epo_jax.step.advantages import ADVANTAGES, Estimator, make_advantages, make_estimator, make_loss
+from poly_epo_jax.step.advantages import (
+    ADVANTAGES,
+    Estimator,
+    check_estimator,
+    make_advantages,
+    make_estimator,
+    make_loss,
+)
 from poly_epo_jax.types import Problem
 
 P, N, SET_SIZE, NUM_SETS = 5, 7, 3, 20
@@ -286,3 +294,24 @@ def test_focal_weights(name: str, gamma: float):
 def test_focal_weights_require_only_the_rewards_in_addition():
     estimator = make_estimator(algo(advantages="grpo", focal_gamma=1.0))
     assert estimator.reads == ("rewards",) and not estimator.reads_judge and estimator.title == "GRPO, focal 1"
+
+
+def with_numpy(rewards):
+    return np.asarray(rewards).mean(axis=-1)
+
+
+def with_condition(rewards):
+    if rewards.sum() > 0:
+        return rewards.mean(axis=-1)
+    return rewards.min(axis=-1)
+
+
+def with_wrong_axis(rewards, clusters):
+    return jnp.concatenate([rewards, clusters], axis=7).sum(axis=-1)
+
+
+@pytest.mark.parametrize("objective", [with_numpy, with_condition, with_wrong_axis])
+def test_an_objective_that_cannot_be_compiled_is_reported_at_the_start(objective, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(set_rl.OBJECTIVES, "own", set_rl.Objective(objective, "Own"))
+    with pytest.raises(ConfigError, match=rf"Own raised .* at {re.escape(__file__)}:\d+: .*jnp\.where"):
+        check_estimator(AlgoSection(advantages="marginal_set", objective="own"), 8)

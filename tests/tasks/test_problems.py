@@ -12,10 +12,12 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from poly_epo_jax.config.keys import TaskSection
 from poly_epo_jax.rollouts.prompts import drop_long_prompts
-from poly_epo_jax.tasks import MathTask
+from poly_epo_jax.startup.read_config import make_task
+from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH
-from poly_epo_jax.tasks.problems import Dropped, clean_problems, load_problems, read_source
+from poly_epo_jax.tasks.problems import Cleaned, Dropped, clean_problems, load_problems, read_source, usable_problems
 from poly_epo_jax.types import Problem
 
 ROWS = [{"problem": "1 + 1?", "answer": "2"}, {"problem": "Ünïcode\u2028or not?", "answer": "\\frac{1}{2}"}]
@@ -329,3 +331,50 @@ def test_few_prompts_of_a_known_dataset_are_long(shared: Path):
     problems, _ = load_problems(str(shared / "data/math/dapo_math_17k.jsonl"))
     kept, dropped = drop_long_prompts(problems, tokenizer, max_tokens=1024, vocab_size=151_936)
     assert (len(kept), dropped) == (17_915 - 8, 8)
+
+
+class OwnTask:
+    """A task of a user that does not clean its problems."""
+
+    train_problems = tuple(Problem(f"p{i}", prompt, "") for i, prompt in enumerate(("a b", "c", "a  b", "d")))
+    held_out_problems = (Problem("q0", "d", ""), Problem("q1", "e", ""), Problem("q2", "e", ""))
+
+    def reward(self, problem, generation):
+        return 0.0
+
+
+class OwnGame(OwnTask):
+    """Episodes whose first prompts are equal."""
+
+    def start(self, problem, seed):
+        raise NotImplementedError
+
+
+def test_every_task_is_cleaned():
+    found = usable_problems(OwnTask())
+    assert {name: [problem.id for problem in part] for name, (part, _) in found.items()} == {
+        "train": ["p0", "p1"],
+        "held_out": ["q0", "q1"],
+    }
+    assert found["train"][1] == Dropped(duplicates=1, held_out=1) and found["held_out"][1] == Dropped(duplicates=1)
+
+
+@pytest.mark.parametrize("part", ["train_problems", "held_out_problems"])
+def test_duplicate_ids_of_an_own_task_are_rejected(part: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TASKS, "own", OwnTask)
+    monkeypatch.setattr(OwnTask, part, (Problem("same", "a", ""), Problem("same", "b", "")))
+    with pytest.raises(ValueError, match="2 problems have the id 'same'"):
+        make_task(TaskSection("own", {}))
+
+
+def test_problems_of_episodes_may_have_the_same_prompt():
+    found = usable_problems(OwnGame())
+    assert (found["train"][0], found["held_out"][0]) == (OwnGame.train_problems, OwnGame.held_out_problems)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("math", "reasoning_gym", "textarena")])
+def test_cleaning_keeps_all_problems_of_built_in_tasks(name: str):
+    task = TASKS[name]()
+    assert not isinstance(task, Cleaned)
+    for part, dropped in usable_problems(task).values():
+        assert len(part) and dropped == Dropped()

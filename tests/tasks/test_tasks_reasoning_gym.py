@@ -129,7 +129,7 @@ def test_unknown_datasets_and_options(name: str, options: dict, message: str):
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'poly-epo-jax\[reasoning-gym\]' .* C compiler"):
+    with pytest.raises(ImportError, match=r"pip install .*\[reasoning-gym\]' .* C compiler"):
         make_task("countdown")
 
 

@@ -155,7 +155,7 @@ def test_games_that_cannot_be_played_are_rejected(game: str):
 
 def test_a_missing_package_and_a_wrong_range_are_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'poly-epo-jax\[textarena\]'"):
+    with pytest.raises(ImportError, match=r"pip install .*\[textarena\]'"):
         TextArenaTask(game="Sokoban-v0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="min_reward=1 must be smaller"):

@@ -315,7 +315,7 @@ def test_the_error_without_google_jetstream_contains_the_command_to_install_it(m
 
 
 def test_the_grpc_server_of_jetstream_answers_a_client(embedded):
-    import grpc  # pyright: ignore[reportMissingImports]
+    import grpc  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
     engine = Qwen3Engine(TINY, MESH, STOP_IDS, EngineSize(2, 2, MAX_PROMPT, MAX_TOKENS))
     engine.sampling_state = SamplingState(embedded.sampler.weights, 5, Sampling(MAX_TOKENS, temperature=0.0))

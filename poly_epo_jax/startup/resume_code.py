@@ -1,0 +1,70 @@
+"""Checks that a resumed run has the code of its start: the files that define the components of the user."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.config.keys import Config
+from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS
+from poly_epo_jax.records import run_folder
+from poly_epo_jax.set_rl import OBJECTIVES
+from poly_epo_jax.startup.read_config import registry_entries
+from poly_epo_jax.system.digests import file_digests
+
+
+def check_resume_code(config: Config) -> dict[str, Any]:
+    """Checks that the user's code is the same as at the start of the run, or that the configuration accepts changes.
+
+    Args:
+      config: Configuration of the command.
+
+    Returns:
+      "code": digests of the files by name; "code_changes": the steps after which changes were accepted, with the names
+      of the changed files. Both are recorded in about.json.
+
+    Raises:
+      ConfigError: If a file has changed, and `checkpoint.accept_changed_code` is not set.
+    """
+    workdir, files = Path(config.workdir), code_files(config)
+    code = dict(zip((file.name for file in files), file_digests(files), strict=True))
+    is_resumed = run_folder.resumable_config(workdir) is not None
+    about = run_folder.read_about(workdir) if is_resumed else {}
+    saved, changes = about.get("code", code), about.get("code_changes", [])
+    changed = sorted(name for name in code.keys() | saved.keys() if code.get(name) != saved.get(name))
+    if changed and not config.checkpoint.accept_changed_code:
+        raise ConfigError(
+            f"The code of the run in {workdir} has changed since it was started: {', '.join(changed)}. Restore it, set "
+            "--config.checkpoint.accept_changed_code=true to continue with the new code, or set --config.workdir to a "
+            "new folder."
+        )
+    if changed:
+        changes = [*changes, {"step": max(run_folder.checkpoint_steps(workdir)), "files": changed}]
+    return {"code": code} | ({"code_changes": changes} if changes else {})
+
+
+def code_files(config: Config) -> list[Path]:
+    """Returns the files that define components of the run, except files of this package, sorted by name.
+
+    These are the files of the registered functions and classes that the configuration selects, of registered metrics,
+    and of imported modules in the same folders.
+    """
+    components = [entry.factory for entry in registry_entries(config).values()]
+    components += [
+        OBJECTIVES[config.algo.objective].score,
+        *(metric.function for metric in EVALUATION_METRICS.values()),
+    ]
+    defined = {file for component in components for file in _defined_in(component)}
+    folders = {file.parent for file in defined}
+    names = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    return sorted(defined | {file for file in map(Path, names) if file.suffix == ".py" and file.parent in folders})
+
+
+def _defined_in(component: Any) -> Iterator[Path]:
+    """Yields the files with the code of a function, or of the methods of a class, unless this package defines it."""
+    component = getattr(component, "func", component)
+    if component.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        functions = vars(component).values() if isinstance(component, type) else (component,)
+        files = {Path(code.co_filename) for one in functions if (code := getattr(one, "__code__", None))}
+        yield from (file for file in files if file.is_file())

@@ -1,0 +1,55 @@
+"""Reports exceptions of a user's code in one sentence with its file and line, and writes the traceback to a file."""
+
+import contextlib
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterator
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+
+class UserCodeError(ValueError):
+    """Raised when a component of a user raises an exception. The message states the component, problem and line."""
+
+
+@contextlib.contextmanager
+def user_code(component: object, method: str, problem: str) -> Iterator[None]:
+    """Reports exceptions of calls of a user's component. Components and errors of this package are not affected.
+
+    Args:
+      component: Task or judge that is called.
+      method: Name of the called method.
+      problem: Id of the problem.
+
+    Raises:
+      UserCodeError: If a component of a user raises an exception.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if _is_ours(type(component).__module__) or _is_ours(type(error).__module__):
+            raise
+        with tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
+            file.write("".join(traceback.format_exception(error)))
+        raise UserCodeError(
+            f"{type(component).__name__}.{method} raised {type(error).__name__} for problem {problem!r}"
+            f"{user_line(error)}: {error}. The traceback is in {file.name}."
+        ) from error
+
+
+def user_line(error: BaseException) -> str:
+    """Returns " at FILE:LINE" for the innermost code in a traceback that is neither of this package nor of a library.
+
+    If there is none, returns an empty string.
+    """
+    lines = [
+        f" at {frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_ours(frame.f_globals.get("__name__", "")) and not frame.f_code.co_filename.startswith(_LIBRARIES)
+    ]
+    return lines[-1] if lines else ""
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]
