@@ -1,91 +1,214 @@
-"""Measures the coverage of 95% intervals over problems: python benchmarks/intervals.py
+"""Measures the coverage of all 95% intervals that the package prints: python benchmarks/intervals.py
 
-Each simulated benchmark has problems with success rates from one of the distributions below, and 16 generations per
-problem. The tables compare the intervals of metrics/intervals.py: the fraction of 2,000 benchmarks whose interval
-contains the true mean of pass@k, and the mean width of the intervals. Paired differences compare a second model, whose
-success rate is p^0.8 where that of the first is p.
+A population has one value per problem or training seed. 1,000 samples of each size are drawn from it. For each
+interval and size, the table contains the fraction of the samples whose interval contains the mean of the population
+(the mean over populations and k, and the lowest with its population and k), the mean width, and the largest fraction of
+intervals of zero width. These are not printed by the package, and count as missing the mean. The first interval of a
+quantity is the one that the package uses; the others are alternatives.
+
+Populations of pass@k, of its differences and of majority@16 simulate 16 responses to each problem with success rate p,
+and populations of agreement 8 responses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
+from scipy.special import expit, logit, stdtrit
 
-from poly_epo_jax.metrics.intervals import bootstrap_interval, fraction_interval
+from poly_epo_jax.metrics.agreement import adjusted_rand_index, v_measure
+from poly_epo_jax.metrics.intervals import (
+    ROUNDING,
+    bootstrap_interval,
+    difference_interval,
+    fraction_interval,
+    mean_interval,
+)
+from poly_epo_jax.metrics.majority import majority_at_k
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 
-NUM_GENERATIONS, NUM_BENCHMARKS, NUM_TRUTH = 16, 2000, 1_000_000
-SIZES, KS = (10, 30, 60, 200), (1, 4, 15, 16)
+NUM_GENERATIONS, NUM_SAMPLES, NUM_PROBLEMS, NUM_GROUPS = 16, 1000, 20_000, 3000
+KS = (1, 4, 8, 16)
+SIZES, SEEDS = (10, 20, 60, 200, 500), (2, 3, 5)
 
-Rates = Callable[[np.random.Generator, tuple[int, ...]], Float[np.ndarray, "..."]]
-
-
-def always_or_never(chance: float) -> Rates:
-    """Returns a distribution of success rates 1, with probability `chance`, and 0. All values of pass@k are 0 or 1."""
-    return lambda rng, shape: (rng.random(shape) < chance).astype(float)
+Draw = Callable[[np.random.Generator, int], Float[np.ndarray, " problems"]]
+Change = Callable[[np.random.Generator, np.ndarray], Float[np.ndarray, " problems"]]
+Bounds = tuple[np.ndarray, np.ndarray]
 
 
-def beta(a: float, b: float, never: float = 0.0) -> Rates:
+def beta(a: float, b: float, never: float = 0.0) -> Draw:
     """Returns a beta distribution of success rates. A fraction `never` of the problems has the success rate 0."""
-    return lambda rng, shape: rng.beta(a, b, shape) * (rng.random(shape) >= never)
+    return lambda rng, size: rng.beta(a, b, size) * (rng.random(size) >= never)
 
 
-BINARY = {f"0/1, {chance:g} solved": always_or_never(chance) for chance in (0.5, 0.9, 0.97, 0.99, 0.025)}
+def always_or_never(chance: float) -> Draw:
+    """Returns a distribution of success rates 1, with probability `chance`, and 0. All values of pass@k are 0 or 1."""
+    return lambda rng, size: (rng.random(size) < chance).astype(float)
+
+
+def shift(mean: float, deviation: float = 0.0) -> Change:
+    """Returns a change of the logits of success rates by normally distributed numbers."""
+    return lambda rng, rates: expit(logit(rates) + mean + deviation * rng.standard_normal(rates.shape))
+
+
+def flip(gained: float, lost: float) -> Change:
+    """Returns a change of success rates from 0 to 1 and from 1 to 0, with these probabilities."""
+    return lambda rng, rates: np.where(rng.random(rates.shape) < np.where(rates > 0.5, lost, gained), 1 - rates, rates)
+
+
+def power(exponent: float) -> Change:
+    """Returns a change of success rates p to p^exponent."""
+    return lambda rng, rates: rates**exponent
+
+
 MIXED = {
-    "Beta(5, 1), 3% never solved": beta(5, 1, 0.03),
-    "Beta(5, 2)": beta(5, 2),
+    "Beta(0.5, 0.5)": beta(0.5, 0.5),
     "uniform": beta(1, 1),
+    "Beta(5, 2)": beta(5, 2),
+    "Beta(5, 1), 3% never solved": beta(5, 1, 0.03),
     "Beta(0.2, 1.8)": beta(0.2, 1.8),
     "Beta(0.05, 1.95)": beta(0.05, 1.95),
 }
+BINARY = {f"0/1, {chance:g} solved": always_or_never(chance) for chance in (0.025, 0.5, 0.97, 0.99)}
+CHANGES = {"logit + 0.5": shift(0.5), "logit + 1": shift(1), "logit + N(0, 1)": shift(0, 1), "p^0.5": power(0.5)}
+FLIPS = {"3% gained": flip(0.03, 0), "30% gained": flip(0.3, 0), "10% exchanged": flip(0.1, 0.1)}
 
 
-def curves(correct: Int[np.ndarray, "problems benchmarks"], ks: Sequence[int]) -> Float[np.ndarray, "problems all k"]:
-    """Returns pass@k of each problem of each benchmark, for each k."""
-    found = [pass_at_k(NUM_GENERATIONS, correct.ravel(), k).reshape(correct.shape) for k in ks]
-    return np.stack(found, axis=-1)
+def student(values: Float[np.ndarray, " problems *samples"]) -> Bounds:
+    """Returns Student's interval over problems."""
+    size = len(values)
+    half = stdtrit(size - 1, 0.975) * values.std(axis=0, ddof=1) / size**0.5
+    return values.mean(axis=0) - half, values.mean(axis=0) + half
 
 
-def coverage(low: np.ndarray, high: np.ndarray, truth: np.ndarray) -> list[str]:
-    """Returns coverage and mean width for each k, as text."""
-    covered, width = np.mean((low <= truth) & (truth <= high), axis=0), np.mean(high - low, axis=0)
-    return [f"{share:.3f} ({wide:.3f})" for share, wide in zip(covered, width, strict=True)]
+def bonett_price(values: Float[np.ndarray, " problems *samples"]) -> Bounds:
+    """Returns Student's interval with two additional differences, +1 and -1."""
+    ones = np.ones((1, *values.shape[1:]))
+    return student(np.concatenate([values, ones, -ones]))
 
 
-def measure(rates: Rates, num_problems: int, ks: Sequence[int]) -> tuple[np.ndarray, list[str], list[str]]:
-    """Returns the true means of pass@k, and the coverage of both intervals for each k."""
-    rng = np.random.default_rng(num_problems)
-    many = rates(rng, (NUM_TRUTH,))
-    truth = np.array([np.mean(1 - (1 - many) ** k) for k in ks])
-    values = curves(rng.binomial(NUM_GENERATIONS, rates(rng, (num_problems, NUM_BENCHMARKS))), ks)
-    return truth, coverage(*bootstrap_interval(values), truth), coverage(*fraction_interval(values), truth)
+def scaled_fraction_interval(values: Float[np.ndarray, " problems *samples"]) -> Bounds:
+    """Returns `fraction_interval` for values in [-1, 1]."""
+    low, high = fraction_interval((values + 1) / 2)
+    return 2 * low - 1, 2 * high - 1
 
 
-def measure_difference(rates: Rates, num_problems: int, ks: Sequence[int]) -> list[str]:
-    """Returns the coverage of the bootstrap for paired differences in pass@k, for each k."""
-    rng = np.random.default_rng(num_problems)
-    many, ours = rates(rng, (NUM_TRUTH,)), rates(rng, (num_problems, NUM_BENCHMARKS))
-    truth = np.array([np.mean((1 - many) ** k - (1 - many**0.8) ** k) for k in ks])
-    first, second = (curves(rng.binomial(NUM_GENERATIONS, chance), ks) for chance in (ours, ours**0.8))
-    return coverage(*bootstrap_interval(second - first), truth)
+def over_seeds(values: Float[np.ndarray, " seeds *samples"]) -> Bounds:
+    """Returns `mean_interval` of each sample."""
+    table = values.reshape(len(values), -1).T
+    _, low, high = np.array([mean_interval(row) for row in table]).T.reshape(3, *values.shape[1:])
+    return low, high
+
+
+class Quantity(NamedTuple):
+    """A quantity whose interval is printed.
+
+    Attributes:
+      metrics: Names of the metrics.
+      populations: Values of the population by name, of shape [problems, metrics].
+      intervals: Intervals by name, the printed one first.
+      sizes: Numbers of problems or seeds.
+    """
+
+    metrics: tuple[str, ...]
+    populations: Mapping[str, Float[np.ndarray, "problems metrics"]]
+    intervals: Mapping[str, Callable[[np.ndarray], Bounds]]
+    sizes: tuple[int, ...]
+
+
+FRACTION = {"fraction_interval": fraction_interval, "bootstrap_interval": bootstrap_interval}
+BOOTSTRAP = {"bootstrap_interval": bootstrap_interval}
+DIFFERENCE = {
+    "difference_interval": difference_interval,
+    "bootstrap_interval": bootstrap_interval,
+    "Student's t": student,
+    "Bonett-Price": bonett_price,
+    "fraction_interval, scaled": scaled_fraction_interval,
+}
+
+
+def solved(rng: np.random.Generator, rates: Float[np.ndarray, " problems"]) -> Float[np.ndarray, "problems k"]:
+    """Returns pass@k of simulated responses to each problem, for each k of `KS`."""
+    correct = rng.binomial(NUM_GENERATIONS, rates)
+    return np.stack([pass_at_k(NUM_GENERATIONS, correct, k) for k in KS], axis=1)
+
+
+def votes(rng: np.random.Generator, rates: Float[np.ndarray, " problems"]) -> Float[np.ndarray, "problems 2"]:
+    """Returns accuracy and vote share of the majority of all responses. Incorrect answers have one of two values."""
+    is_correct = rng.random((len(rates), NUM_GENERATIONS)) < rates[:, None]
+    answers = np.where(is_correct, 0, 1 + (rng.random(is_correct.shape) < 0.3))
+    return np.stack(majority_at_k(answers, is_correct, NUM_GENERATIONS), axis=1)
+
+
+def agreement(rng: np.random.Generator, error: float) -> Float[np.ndarray, "problems 2"]:
+    """Returns adjusted Rand index and V-measure of 4 strategies with clusters of which a fraction `error` is random."""
+    strategies = rng.integers(0, 4, (NUM_GROUPS, 8))
+    clusters = np.where(rng.random(strategies.shape) < error, rng.integers(0, 4, strategies.shape), strategies)
+    pairs = list(zip(strategies, clusters, strict=True))
+    return np.array([[adjusted_rand_index(*pair), v_measure(*pair)] for pair in pairs])
+
+
+def differences(
+    rng: np.random.Generator, rates: Mapping[str, np.ndarray], changes: Mapping[str, Change]
+) -> dict[str, Float[np.ndarray, "problems k"]]:
+    """Returns paired differences in pass@k of a second model, whose success rates are changed, by name."""
+    return {
+        f"{name}, {change}": solved(rng, changes[change](rng, values)) - solved(rng, values)
+        for name, values in rates.items()
+        for change in changes
+    }
+
+
+def quantities(rng: np.random.Generator) -> dict[str, Quantity]:
+    """Returns all quantities whose interval is printed, by name."""
+    mixed, binary = ({name: draw(rng, NUM_PROBLEMS) for name, draw in draws.items()} for draws in (MIXED, BINARY))
+    paired = differences(rng, mixed, CHANGES) | differences(rng, binary, FLIPS)
+    at_k = tuple(f"k = {k}" for k in KS)
+    errors = {f"{error:.0%} random": agreement(rng, error) for error in (0.02, 0.1, 0.3, 1.0)}
+    rand, v = ({name: values[:, [column]] for name, values in errors.items()} for column in (0, 1))
+    # Differences over seeds: of normally distributed values, and of the solved fraction of 40 problems.
+    few = rng.binomial(40, 0.98 + 0.02 * rng.random((2, NUM_PROBLEMS, 1))) / 40
+    seeds = {"normal": 0.02 * rng.standard_normal((NUM_PROBLEMS, 1)), "40 problems, 99% solved": few[0] - few[1]}
+    return {
+        "pass@k": Quantity(
+            at_k, {name: solved(rng, rates) for name, rates in (mixed | binary).items()}, FRACTION, SIZES
+        ),
+        "majority@16": Quantity(
+            ("accuracy", "vote share"), {name: votes(rng, rates) for name, rates in mixed.items()}, FRACTION, SIZES
+        ),
+        "difference in pass@k": Quantity(at_k, paired, DIFFERENCE, SIZES),
+        "adjusted Rand index": Quantity(("8 responses",), rand, BOOTSTRAP, SIZES),
+        "V-measure": Quantity(("8 responses",), v, FRACTION, SIZES),
+        "difference over seeds": Quantity(("a metric",), seeds, {"mean_interval": over_seeds}, SEEDS),
+    }
+
+
+def measure(
+    population: Float[np.ndarray, "problems metrics"], size: int, interval: Callable[[np.ndarray], Bounds]
+) -> Float[np.ndarray, "3 metrics"]:
+    """Returns coverage, mean width and fraction of intervals with zero width, for each metric."""
+    rows = np.random.default_rng(size).integers(len(population), size=(size, NUM_SAMPLES))
+    low, high = interval(population[rows])
+    truth, widths = population.mean(axis=0), high - low
+    is_zero = widths <= ROUNDING
+    covered = (low <= truth) & (truth <= high) & ~is_zero
+    return np.array([covered.mean(axis=0), widths.mean(axis=0), is_zero.mean(axis=0)])
 
 
 def main() -> None:
-    """Prints the tables, as Markdown."""
-    print("| success rates | problems | k | mean | bootstrap (width) | fraction_interval (width) |")
-    print("|---|---|---|---|---|---|")
-    for name, rates in {**BINARY, **MIXED}.items():
-        ks = KS if name in MIXED else (NUM_GENERATIONS,)
-        for num_problems in SIZES:
-            for k, truth, *shown in zip(ks, *measure(rates, num_problems, ks), strict=True):
-                print(f"| {name} | {num_problems} | {k} | {truth:.3f} | {' | '.join(shown)} |", flush=True)
-    print("\n| success rates | problems | " + " | ".join(f"difference at k = {k} (width)" for k in KS) + " |")
-    print("|---|---|" + "---|" * len(KS))
-    for name, rates in MIXED.items():
-        for num_problems in SIZES:
-            print(
-                f"| {name} | {num_problems} | {' | '.join(measure_difference(rates, num_problems, KS))} |", flush=True
-            )
+    """Prints the table, as Markdown."""
+    columns = ["quantity", "interval", "problems or seeds", "mean coverage", "lowest", "in", "width", "zero width"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for title, quantity in quantities(np.random.default_rng(0)).items():
+        for name, interval in quantity.intervals.items():
+            for size in quantity.sizes:
+                found = np.array([measure(values, size, interval) for values in quantity.populations.values()])
+                coverage, width, is_zero = found.transpose(1, 0, 2)
+                case, metric = np.unravel_index(coverage.argmin(), coverage.shape)
+                worst = f"{[*quantity.populations][case]}; {quantity.metrics[metric]}"
+                figures = f"{coverage.mean():.3f} | {coverage.min():.3f} | {worst} | {width.mean():.3f}"
+                print(f"| {title} | {name} | {size} | {figures} | {is_zero.max():.3f} |", flush=True)
 
 
 if __name__ == "__main__":

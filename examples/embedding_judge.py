@@ -59,7 +59,9 @@ def load_encoder(model: str) -> Encode:
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model).eval()
+    trust = {"trust_remote_code": False}  # code of the model's folder is not executed
+    tokenizer = AutoTokenizer.from_pretrained(model, **trust)
+    network = AutoModel.from_pretrained(model, **trust).eval()
 
     @torch.inference_mode()
     def encode(texts: Sequence[str]) -> Float[np.ndarray, "N D"]:

@@ -309,7 +309,7 @@ class NoLogprobs(RandomLetters):
 
 
 def test_non_finite_log_probabilities_of_a_sampler_are_rejected(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"sampler's log-probabilities for problem . are not finite"):
+    with pytest.raises(ValueError, match=r"sampler's log-probabilities for problem '.' are not finite"):
         train_tiny(tmp_path / "sampler", (), NoLogprobs(), changes={"eval.every": 0})
     assert Checkpoints(tmp_path / "sampler" / "checkpoints").steps == [1]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from poly_epo_jax.metrics.intervals import bootstrap_interval, mean_interval
+from poly_epo_jax.metrics.intervals import difference_interval, mean_interval
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.report.figures import panels
@@ -52,7 +52,7 @@ def seeds(method: str) -> Float[np.ndarray, "seeds problems ks"]:
 def interval_text(values: Float[np.ndarray, "seeds problems"]) -> str:
     """Formats the mean of paired differences with its intervals over seeds and over problems."""
     over_seeds = mean_interval(values.mean(axis=1))
-    low, high = bootstrap_interval(values.mean(axis=0))
+    low, high = difference_interval(values.mean(axis=0))
     return "{:+.3f}, seeds [{:+.3f}, {:+.3f}], problems [{:+.3f}, {:+.3f}]".format(*over_seeds, low, high)
 
 
@@ -113,7 +113,7 @@ def draw(base: Float[np.ndarray, "problems ks"], methods: dict[str, Float[np.nda
             left.text(300, end + offsets[name], name, color=COLORS[name], weight="bold", va="center")
         left.set(title="Solved with k attempts (pass@k)", xlim=(0.9, 2200), ylim=(0, 1))
         differences = (methods["Poly-EPO"] - methods["GRPO"]).mean(axis=0)
-        low, high = bootstrap_interval(differences)
+        low, high = difference_interval(differences)
         right.plot(KS, differences.mean(axis=0), color=COLORS["Poly-EPO"], linewidth=2.2, marker="o", markersize=4)
         right.fill_between(KS, low, high, color=COLORS["Poly-EPO"], alpha=0.2, linewidth=0)
         right.axhline(0, color=COLORS["GRPO"], linewidth=1)

@@ -186,7 +186,7 @@ def _run_or_plan(config: Config, flags: argparse.Namespace) -> None:
         plan(config, output, flags.plan_all_meshes)
     elif machine:
         if config.train.deterministic:
-            print("--compile_for omits train.deterministic, because XLA compiles such programs only on a GPU.")
+            print("--compile_for omits train.deterministic: some versions of XLA compile such programs only on a GPU.")
         compile_for(config, machine, flags.num_layers, output, wide_console())
     else:
         names = flags.stages.split(",") if flags.stages else stage_names(config)

@@ -26,6 +26,8 @@ class Check(NamedTuple):
     rule: str
 
 
+# Name of an environment variable. Other texts could be the API key itself, which must not be printed.
+VARIABLE = re.compile("[A-Z]+_[A-Z0-9_]+")
 FRACTION = Range(0, 1)
 SEED = Range(0, 2**32 - 1)
 NOT_EMPTY = Check(lambda text: bool(text.strip()), "must not be empty")

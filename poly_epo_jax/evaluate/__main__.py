@@ -51,7 +51,7 @@ from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_ke
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
-from poly_epo_jax.records.run_folder import CHECKPOINTS, LOCK
+from poly_epo_jax.records.run_folder import CHECKPOINTS
 from poly_epo_jax.registry import Range
 from poly_epo_jax.rollouts import model_info, open_server, open_weights
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
@@ -63,9 +63,9 @@ from poly_epo_jax.startup.prepare import check_writable, configure_compiler
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
 from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
-from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.output_folder import LOCK, check_output, claim_folder
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Params, Sampling
@@ -133,7 +133,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
         for label, model in models.items():
             folder = flags.output / benchmark.label / label
             about = about_evaluation(config, name, model.weights, num_generations, judged, digests | model.digests)
-            with lock_file(folder / LOCK, f"the evaluation {folder}"):
+            with claim_folder(folder, "evaluation"):
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
@@ -209,6 +209,7 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
         if source.startswith(("http://", "https://")):
             validate(source, "--models", URL)
     check_writable("--output", flags.output)
+    check_output(flags.output, "evaluation", is_known=any(flags.output.glob(f"*/*/{LOCK}")))
     if flags.cluster:
         check_judge_limit(config.judge, "--num_generations", flags.num_generations)
 
@@ -224,7 +225,12 @@ def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
                 f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server, or "
                 "set --config.rollouts.name=vllm for a vLLM server."
             ) from error
-        policy = open_policy(find_model(served.tokenizer_path), config.model)
+        named = f"{url} names the tokenizer {served.tokenizer_path}"  # whose folder could contain anything
+        if not config.model.path:
+            raise ConfigError(f"{named}; set --config.model.path to a folder or Hub name with this tokenizer.")
+        if config.model.path != served.tokenizer_path:
+            print(f"Warning: {named}, but model.path={config.model.path} is used; check them.", file=sys.stderr)
+        policy = open_policy(find_model(config.model.path), config.model)
         name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}
         return label, Model(policy, name, digests, url, served.weight_version)
     if not (Path(source) / CHECKPOINTS).is_dir():

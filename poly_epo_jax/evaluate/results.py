@@ -16,7 +16,7 @@ _COLUMNS = {"reward": "rewards", "correct": "correct", "answer": "answers", "clu
 
 INTERVALS = (
     "95% intervals over problems: Learned-Miller and Thomas (2019) for fractions such as pass@k and majority@k, which "
-    "equals Clopper-Pearson if all values are 0 or 1; bootstrap for other metrics"
+    "equals Clopper-Pearson if all values are 0 or 1; bootstrap for other metrics, unless all values are equal"
 )
 """Methods of the intervals in results.json."""
 

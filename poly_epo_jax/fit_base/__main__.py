@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.model.hf_files import new_folder
 from poly_epo_jax.model.policy import model_digest
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.base_policy import base_policy
@@ -48,16 +49,9 @@ def fit_base(config: Config, flags: argparse.Namespace) -> None:
     if folder.exists() and model_digest(folder) != model_digest(cached):
         raise ConfigError(f"--output={folder} does not contain this base policy; choose a new folder, or delete it.")
     if not folder.exists():
-        _copy(cached, folder)
+        with new_folder(folder) as new:
+            shutil.copytree(cached, new, dirs_exist_ok=True)
     print(f"policy: {folder}")
-
-
-def _copy(cached: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(cached, partial)
-    partial.rename(folder)  # a folder with the final name is always complete
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -49,7 +49,7 @@ def final_answers(task: HasAnswers, group: Group) -> list[str | None]:
         if not isinstance(answer, str | None):
             raise ValueError(
                 f"{type(task).__name__}.answer returned {answer!r} ({type(answer).__name__}) for problem "
-                f"{group.problem.id}; return a string, or None if the response has no answer."
+                f"{group.problem.id!r}; return a string, or None if the response has no answer."
             )
     return answers
 

@@ -4,12 +4,14 @@ import asyncio
 import collections
 import os
 import re
+import sys
 import time
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from poly_epo_jax.config.checks import VARIABLE
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.reply import ReplyError, read_error
 from poly_epo_jax.system.http_client import (
@@ -58,6 +60,8 @@ class ChatServer:
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         self._key = _read_key(section.api_key_env)
         self._proxy = proxy_of(self.url) if self._key else ""
+        if self._key and not re.match(r"https:|http://(localhost|127\.[0-9.]+|\[::1\])(:|/|$)", self.url):
+            print(f"Warning: The API key is sent to {self.url} without encryption; use https://.", file=sys.stderr)
         self._unreachable_since: float | None = None
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -186,7 +190,7 @@ def _read_key(variable: str) -> str:
     # If the key is invalid in a header, the error message of httpx would contain the key.
     if not key or not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"The environment variable {variable} (judge.api_key_env) does not contain a valid API key; set it, or "
-            "leave judge.api_key_env empty for a server without keys."
+            f"The environment variable {variable if VARIABLE.fullmatch(variable) else '...'} (judge.api_key_env) does "
+            "not contain a valid API key; set it, or leave judge.api_key_env empty for a server without keys."
         )
     return key

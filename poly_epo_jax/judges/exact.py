@@ -52,8 +52,8 @@ class ExactJudge:
             clustering = clusters_of(strategies)
         except TypeError as error:
             raise ValueError(
-                f"{type(self._task).__name__}.strategy returned a value for problem {group.problem.id} that cannot be "
-                f"compared ({error}); return a string, number or tuple, or None for a degenerate response."
+                f"{type(self._task).__name__}.strategy returned a value for problem {group.problem.id!r} that cannot "
+                f"be compared ({error}); return a string, number or tuple, or None for a degenerate response."
             ) from error
         return _with_errors(clustering.ids, group, self._error_rate) if self._error_rate else clustering
 
@@ -68,10 +68,10 @@ def _with_errors(ids: Int[np.ndarray, " N"], group: Group, rate: float) -> Clust
     for generation in group.generations:
         digest.update(generation.token_ids.tobytes() + b";")
     random = np.random.default_rng(np.frombuffer(digest.digest(), np.uint32))
-    is_degenerate = ids == DEGENERATE_CLUSTER
-    is_wrong = (random.random(len(ids)) < rate) & ~is_degenerate
+    is_wrong = random.random(len(ids)) < rate
     keys = np.where(is_wrong, random.integers(0, len(ids), len(ids)), ids).tolist()
-    return clusters_of([None if degenerate else key for degenerate, key in zip(is_degenerate, keys, strict=True)])
+    # Errors do not change which responses are degenerate.
+    return clusters_of([None if id == DEGENERATE_CLUSTER else key for id, key in zip(ids, keys, strict=True)])
 
 
 def clusters_of(keys: Sequence[Hashable | None]) -> Clustering:

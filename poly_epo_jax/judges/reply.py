@@ -1,6 +1,6 @@
 """Parses and validates replies of the language model judge, because servers may not enforce the JSON schema.
 
-A reply is a JSON object. It may follow a closed think block, and may be enclosed in one code fence.
+A reply is a JSON object. It may follow closed think blocks, and may be enclosed in one code fence.
 """
 
 import json
@@ -14,8 +14,8 @@ from poly_epo_jax.judges.prompt import DEFAULT_KEYS, ReplyKeys
 from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
-THINK_BLOCK = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-CODE_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*)\n[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
+THINK_BLOCKS = re.compile(r"\A(?:\s*<think>.*?</think>)+", re.DOTALL)
+CODE_FENCE = re.compile(r"(`{3,})(?:json)?\s*(.*?)\s*\1", re.DOTALL | re.IGNORECASE)
 
 MAX_TOKENS = 2**31
 """Numbers of tokens from this number on are not counted, because no request has that many."""
@@ -50,9 +50,9 @@ def read_clustering(body: bytes, num_responses: int, keys: ReplyKeys = DEFAULT_K
         `reply_schema`.
     """
     name, content = _content(_parse(body.decode(errors="replace"), "the completion"))
-    content = THINK_BLOCK.sub("", content)
+    content = THINK_BLOCKS.sub("", content).strip()
     fenced = CODE_FENCE.fullmatch(content)
-    verdicts = _parse(fenced[1] if fenced else content, name)
+    verdicts = _parse(fenced[2] if fenced else content, name)
     names = [str(number) for number in range(1, num_responses + 1)]
     if not isinstance(verdicts, dict):
         raise ReplyError("malformed", f"the reply must be a JSON object, but is {_brief(verdicts)}")
@@ -167,9 +167,9 @@ def _flaw(text: str, error: Exception) -> str:
             return "its code fence is not closed, or has text around it"
         case thinking if thinking.startswith("<think>"):
             return "its think block is not closed"
-        case thinking if "</think>" in thinking and not thinking.startswith("{"):
+        case thinking if re.match(r"(?!{)(?:(?!<think>).)*?</think>", thinking, re.DOTALL):
             return "it has reasoning without <think> before </think>; start the server with a reasoning parser"
-        case surrounded if "{" in surrounded and not surrounded.startswith("{"):
+        case surrounded if "{" in surrounded and not surrounded.startswith(("{", "[")):
             return "it has leading text"
     return f"it has trailing text: {error}" if "Extra data" in str(error) else str(error)
 

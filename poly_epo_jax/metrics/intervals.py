@@ -26,7 +26,8 @@ def bootstrap_interval(
       Values are skewed (the values of a difficult benchmark are mostly 0). Therefore the level is
         Phi(a + (a + z) / (1 - a (a + z))) with a = skewness / (6 sqrt(P)) (BCa: Efron 1987, Better Bootstrap Confidence
         Intervals; to this order, the bias correction of a mean equals its acceleration a).
-    The interval has zero width if all values are equal. `fraction_interval` does not, but requires values in [0, 1].
+    The interval has zero width if all values are equal. `fraction_interval` and `difference_interval` do not, but they
+    require values in [0, 1] and [-1, 1].
 
     Only the problems are resampled. The sampling error of a problem's value, which is estimated from a finite number of
     generations, is included because it contributes to the variance between problems.
@@ -105,6 +106,39 @@ def fraction_interval(
     return low.reshape(metrics), high.reshape(metrics)
 
 
+def difference_interval(
+    values: Float[np.ndarray, " problems *metrics"], level: float = 0.95, num_resamples: int = 2000, seed: int = 0
+) -> tuple[Float[np.ndarray, "*metrics"], Float[np.ndarray, "*metrics"]]:
+    """Computes confidence intervals of the mean over problems for differences of fractions, which lie in [-1, 1].
+
+    If nearly all differences are 0, a sample can lack the problems that determine the mean. The bounds are therefore
+    those of `bootstrap_interval` with two additional problems, whose differences are +h and -h. If the differences are
+    -1, 0 or 1, then h = 1, as in the interval of Bonett and Price (2012) for paired proportions. In general,
+    h = (sum d^2 + 2) / (sum |d| + 2), with sums over the differences d: the mean size of the differences and of two
+    differences of 1, weighted by size. A Poisson number of steps of this size has the mean and the variance of a sum of
+    rare differences (Bohm and Zech 2014, arXiv:1309.1287). Intervals of many small differences are therefore hardly
+    wider than those of `bootstrap_interval`. The width is positive even if all differences are equal.
+
+    Args:
+      values: One difference in [-1, 1] per problem and metric, such as that of pass@k for several k.
+      level: Confidence level, between 0 and 1.
+      num_resamples: Number of resamples.
+      seed: Seed of the resamples.
+
+    Returns:
+      Lower and upper bounds.
+
+    Raises:
+      ValueError: If there are fewer than two problems, if `level` is not between 0 and 1, or if a difference is not in
+        [-1, 1].
+    """
+    sizes = np.abs(_checked_table(values, level)).reshape(values.shape)
+    if np.any(sizes > 1 + ROUNDING):
+        raise ValueError("differences must lie between -1 and 1; use bootstrap_interval for other values.")
+    step = ((sizes**2).sum(axis=0) + 2) / (sizes.sum(axis=0) + 2)
+    return bootstrap_interval(np.concatenate([values, step[None], -step[None]]), level, num_resamples, seed)
+
+
 def _checked_table(values: Float[np.ndarray, " problems *metrics"], level: float) -> Float[np.ndarray, "problems all"]:
     if len(values) < 2:
         raise ValueError(f"An interval over problems requires at least two problems, but there are {len(values)}.")
@@ -138,6 +172,8 @@ class Interval(NamedTuple):
 def interval_text(interval: Interval | Mapping[str, Any] | None, digits: int = 3, sign: str = "") -> str:
     """Formats a mean with its interval in brackets, if it has one. None is a hyphen.
 
+    Equal values do not show how much others vary, so an interval of zero width is not written.
+
     Args:
       interval: Mean and bounds, or an entry of results.json.
       digits: Number of decimals.
@@ -148,7 +184,7 @@ def interval_text(interval: Interval | Mapping[str, Any] | None, digits: int = 3
     if isinstance(interval, Mapping):
         interval = Interval.read(interval)
     mean, low, high = (format(value, f"{sign}.{digits}f") for value in interval)
-    return f"{mean} [{low}, {high}]" if math.isfinite(interval.low) and math.isfinite(interval.high) else mean
+    return f"{mean} [{low}, {high}]" if ROUNDING < interval.high - interval.low < math.inf else mean
 
 
 def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:

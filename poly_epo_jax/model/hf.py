@@ -18,7 +18,15 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.architectures import ARCHITECTURES, MISSING_FEATURES, VISION_WRAPPERS, Architecture, Weight
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import language_tensors, new_folder, open_tensors, write_tensors, write_tokenizer
+from poly_epo_jax.model.hf_files import (
+    language_tensors,
+    model_files,
+    new_folder,
+    open_tensors,
+    write_tensors,
+    write_tokenizer,
+)
+from poly_epo_jax.model.layer_settings import MAX_STACKED
 from poly_epo_jax.model.lora import merge_adapter, without_adapter
 from poly_epo_jax.model.rope import Yarn, check_setting
 from poly_epo_jax.model.transformer import abstract_model, declared_weights, param_shapes
@@ -224,6 +232,7 @@ def _is_finite(weight: jax.Array) -> jax.Array:
 def _folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
         raise FileNotFoundError(f"{path} is not a folder; correct the path, or download the model first.")
+    model_files(Path(path))
     return Path(path)
 
 
@@ -238,6 +247,10 @@ def _shapes(file: Path, written: Mapping[str, Any], architecture: Architecture) 
     types = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for field, value in found.items():
         check_setting(f"{file}: {config_keys[field]}", value, types[field])
+    if found.get("num_layers", 0) > MAX_STACKED:
+        raise ValueError(
+            f"{file}: {config_keys['num_layers']}={found['num_layers']} must be at most {MAX_STACKED}; correct it."
+        )
     heads = found.get("num_heads", architecture.defaults.get("num_heads", 1))
     defaults = {"num_kv_heads": heads}
     if found.get("hidden_size", 0) % heads == 0 and written["model_type"] != "qwen3":

@@ -12,17 +12,22 @@ from typing import Any
 
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.system.output_folder import check_contents, claim_folder
 
 WRITERS = 4
 """Number of files that are written in parallel. Host memory holds the tensors of these files and of the next one."""
 SMALLEST_SHARD = 32 * 2**20  # Bytes. Splitting into smaller files takes more time than it saves.
 TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.jinja", "*/*.jinja")
 """Patterns of the tokenizer files in a model folder. Files in subfolders are additional chat templates."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+"""Patterns of the files of a model folder: configuration, weights, vocabulary and chat templates."""
 _SINGLE, _INDEX, _PATTERN = "model.safetensors", "model.safetensors.index.json", "model{suffix}.safetensors"
 
 
@@ -36,22 +41,41 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
 
     Raises:
       FileExistsError: If `path` already exists and is not replaced.
+      ValueError: If `path` with the suffix .unfinished exists, and was not left behind by a killed process.
       OSError: If a file cannot be written.
     """
     if (path.exists() or path.is_symlink()) and not replace:
         raise FileExistsError(f"{path} already exists; choose another folder, or remove it first.")
     unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a killed process
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        if replace:
-            shutil.rmtree(path, ignore_errors=True)
-        unfinished.rename(path)
-    except SafetensorError as error:
-        raise OSError(f"Failed to write {path}: {error}. Free disk space or choose another folder.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with claim_folder(unfinished, "unfinished model folder"):
+        new = unfinished / path.name
+        shutil.rmtree(new, ignore_errors=True)  # left behind by a killed process
+        new.mkdir()
+        try:
+            yield new
+            if replace:
+                shutil.rmtree(path, ignore_errors=True)
+            new.rename(path)
+        except SafetensorError as error:
+            raise OSError(f"Failed to write {path}: {error}. Free disk space or choose another folder.") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Returns the files of a model folder, which may come from other people: configuration, weights and vocabulary.
+
+    Raises:
+      ValueError: If the folder contains links to files that are neither in the folder nor in the cache of the Hub, or
+        other special files, which could block reads, or if a file is a Git LFS pointer.
+    """
+    real = folder.resolve()
+    # A folder snapshots/REVISION of a cache links to the folder blobs, also if the cache is in another place.
+    check_contents(folder, [real, real.parent.parent / "blobs", Path(HF_HUB_CACHE).resolve()])
+    files = sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern))
+    for file in files:
+        check_downloaded(file)
+    return files
 
 
 def open_tensors(folder: Path) -> dict[str, Any]:
@@ -109,8 +133,11 @@ def language_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def _files(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if others := [file for file in files if not re.fullmatch(r"[^/\\]+\.safetensors", file)]:
+            raise ValueError(f"{others[0]!r} is not the name of a safetensors file in this folder")
+        return files
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is corrupted: {error}. Create or download the model folder again.") from error
 
 

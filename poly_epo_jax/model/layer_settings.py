@@ -11,6 +11,9 @@ from typing import Any
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.rope import Rope, read_rope, write_rope
 
+# Maximum number of layers, and of experts of a layer. Larger numbers would take minutes to process.
+MAX_STACKED = 2048
+
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -28,14 +31,14 @@ def read_experts(written: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the experts of Qwen3-MoE, which all layers have, and the rotary position embedding.
 
     Raises:
-      ValueError: If the number of experts is missing or smaller than `num_experts_per_tok`.
+      ValueError: If the number of experts is missing, smaller than `num_experts_per_tok` or above `MAX_STACKED`.
     """
     # transformers 5 writes num_local_experts.
     num_experts = written.get("num_experts") or written.get("num_local_experts")
-    if type(num_experts) is not int or num_experts < written["num_experts_per_tok"]:
+    if type(num_experts) is not int or not written["num_experts_per_tok"] <= num_experts <= MAX_STACKED:
         raise ValueError(
             f"num_experts={num_experts!r} must be a whole number of at least "
-            f"num_experts_per_tok={written['num_experts_per_tok']}; correct it."
+            f"num_experts_per_tok={written['num_experts_per_tok']} and at most {MAX_STACKED}; correct it."
         )
     return read_uniform(written) | {
         "num_experts": num_experts,

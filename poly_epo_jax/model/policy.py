@@ -1,9 +1,10 @@
 """Opens a policy, its weights, tokenizer and stop tokens, from a Hugging Face model folder."""
 
 import dataclasses
+import functools
+import json
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +17,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from poly_epo_jax.config.keys import ConfigError, LoraSection, ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.hf_files import copy_files, new_folder, write_tokenizer
+from poly_epo_jax.model.hf_files import MODEL_FILES, copy_files, model_files, new_folder, write_tokenizer
 from poly_epo_jax.model.lora import check_adapter, init_adapter, lora_fields, split_adapter, without_adapter
 from poly_epo_jax.model.partition import merge_params
 from poly_epo_jax.model.stop_strings import stop_string_ids
 from poly_epo_jax.model.transformer import Transformer, abstract_model
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.system.digests import DIGESTS, check_digests, file_digests, json_digest, write_digests
-from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.system.text import first_line
+from poly_epo_jax.tasks.verifier import Grader, Outcome, Verifier
 from poly_epo_jax.types import Params
 
 NO_ADAPTER = LoraSection()
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-"""Patterns of the files of a model folder: configuration, weights, vocabulary and chat templates."""
+# Limits of CPU time in seconds and of memory in GiB for rendering a short prompt.
+TEMPLATE_SECONDS, TEMPLATE_GB = 2.0, 1.0
 
 
 @dataclasses.dataclass
@@ -121,9 +122,10 @@ def model_digest(folder: Path) -> str:
     """Returns a digest of the files of a model folder, which identifies the model independently of its path.
 
     Raises:
+      ValueError: If the folder contains links to other folders, or special files.
       OSError: If a file cannot be read.
     """
-    files = sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.name != DIGESTS)
+    files = [file for file in model_files(folder) if file.name != DIGESTS]
     return json_digest(dict(zip([file.name for file in files], file_digests(files), strict=True)))
 
 
@@ -145,25 +147,41 @@ def open_policy(
       ValueError, FileNotFoundError: If the folder is missing or corrupted, if the model is not supported, if a stop
         string is not contained in any token, or if the embedding has no row for a stop token.
     """
-    for file in (file for pattern in MODEL_FILES for file in path.glob(pattern)):
-        check_downloaded(file)
+    model_files(path)
     check_digests(path)
     compute = section.compute_options | lora_fields(lora)
     config = hf.read_model_config(path, max_sequence_tokens=max_sequence_tokens, **compute)
     check_adapter(config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # Tokenizers raise many types of errors, and few of them name the file.
         raise ValueError(
             f"Failed to load the tokenizer in {path}: {first_line(error)}. Create or download the model folder again."
         ) from error
+    templates = tokenizer.chat_template or ()
+    for template in templates.values() if isinstance(templates, dict) else filter(None, [templates]):
+        if not _renders(template, json.dumps(dict(section.chat_template_options))):
+            raise ValueError(
+                f"{path}: rendering a short prompt with the chat template takes more than {TEMPLATE_SECONDS:g} s "
+                f"of CPU time or {TEMPLATE_GB:g} GiB of memory; correct the chat template."
+            )
     # All users of the tokenizer apply its chat template with these variables.
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **section.chat_template_options)
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **section.chat_template_options)
     stop_ids = {*_eos_ids(path), *stop_string_ids(tokenizer, section.stop_strings)}
     if isinstance(tokenizer.eos_token_id, int):  # differs from the ids in the folder's other files for base models
         stop_ids.add(tokenizer.eos_token_id)
     check_embedded(tokenizer, sorted(stop_ids), config.vocab_size)
     return Policy(path, config, abstract_model(config), tokenizer, tuple(sorted(stop_ids)))
+
+
+@functools.cache
+def _renders(template: str, variables: str) -> bool:
+    """Returns False if rendering a chat template exceeds a limit. Other errors occur when a prompt is rendered."""
+    script = str(Path(__file__).with_name("template_worker.py"))
+    worker = Verifier(1, TEMPLATE_SECONDS, TEMPLATE_GB, Grader("jinja2", (script,), bool))
+    outcome = worker.call(template, variables)
+    worker.close()
+    return outcome not in (Outcome.TIMED_OUT, Outcome.CRASHED)
 
 
 def check_embedded(

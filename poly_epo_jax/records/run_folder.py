@@ -32,7 +32,8 @@
     tensorboard/         Metrics and timing as TensorBoard events, and traces of the steps of train.profile_steps.
     checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.
-    lock                 Lock file of the training process. Other processes may read the folder.
+    lock                 Lock file of the training process, which identifies the folder of a run, see
+                         system/output_folder.py. Other processes may read the folder.
     policy/              Hugging Face folder of the base policy, without weights.
     report/              Default folder of the run's report, see report/__main__.py.
     log.txt              Output of the run and of its evaluation, if a study executes them.
@@ -48,13 +49,14 @@ from typing import Any
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.metrics.logged import is_held_out
-from poly_epo_jax.system.file_lock import InUseError, lock_file
+from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_object, read_rows as read_json_rows
+from poly_epo_jax.system.output_folder import claim_folder
 from poly_epo_jax.types import Clustering, Generation, GradedGroup
 
 CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"
 METRICS, TIMING, TIMELINE, GENERATIONS = "metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl"
-TENSORBOARD, CHECKPOINTS, POLICY, REPORT, LOCK = "tensorboard", "checkpoints", "policy", "report", "lock"
+TENSORBOARD, CHECKPOINTS, POLICY, REPORT = "tensorboard", "checkpoints", "policy", "report"
 
 GENERATION: Columns = {
     "problem": str,  # id
@@ -235,12 +237,13 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     """Locks the run folder for this process. Other processes may still read it.
 
     Raises:
+      ValueError: If the folder contains files that are not from a run, or links.
       InUseError: If another process holds the lock.
       OSError: If the folder cannot be written.
     """
     with contextlib.ExitStack() as held:
         with writing(folder):
-            held.enter_context(lock_file(folder / LOCK, f"the run folder {folder}"))
+            held.enter_context(claim_folder(folder, "run", is_known=bool(checkpoint_steps(folder))))
         yield
 
 

@@ -35,7 +35,6 @@ from poly_epo_jax.config.checks import validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.evaluate.folder import open_folder
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.records.run_folder import LOCK
 from poly_epo_jax.registry import Range
 from poly_epo_jax.rejudge.inputs import RecordedGroup, RecordedTask, read_inputs, with_answers
 from poly_epo_jax.rejudge.judge_groups import FIRST, REQUESTED_AGAIN, timing_summary, variants
@@ -57,8 +56,8 @@ from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, make_task, refuse_passwords
 from poly_epo_jax.step.advantages import make_estimator
-from poly_epo_jax.system.file_lock import lock_file
 from poly_epo_jax.system.json_files import Row, write_json
+from poly_epo_jax.system.output_folder import claim_folder
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.types import Task
 
@@ -89,7 +88,7 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
     about = {label: describe(configs[label], judge, groups) for label, judge in opened.items()}
     wanted = variants(flags.num_seeds, flags.num_orders)
     rows, judges = {}, {}
-    with lock_file(flags.output / LOCK, f"the comparison {flags.output}"):
+    with claim_folder(flags.output, "comparison"):
         for label, judge in opened.items():
             folder = flags.output / label
             open_folder(folder, about[label])

@@ -11,6 +11,7 @@ import numpy as np
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.records.run_folder import GENERATION, GENERATIONS
 from poly_epo_jax.system.json_files import Row, read_rows
+from poly_epo_jax.system.output_folder import check_contents
 from poly_epo_jax.tasks.problems import read_source
 from poly_epo_jax.types import Generation, Group, Outcome, Problem, Task
 
@@ -131,6 +132,7 @@ def with_answers(groups: Sequence[RecordedGroup], task: Task) -> list[RecordedGr
 def _read_input(source: str) -> list[RecordedGroup]:
     path = Path(source)
     if path.is_dir():
+        check_contents(path)
         path /= GENERATIONS
         if not path.is_file():
             raise FileNotFoundError(

@@ -13,7 +13,7 @@ from poly_epo_jax.report.build import MAX_GENERATION_BYTES
 from poly_epo_jax.report.document import asset, document, interval_cell, table, text_table
 from poly_epo_jax.report.generations import bound, collect
 from poly_epo_jax.report.page import metric_list
-from poly_epo_jax.system.json_files import Row
+from poly_epo_jax.system.json_files import Row, replace_file
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 
@@ -57,12 +57,11 @@ def write_page(
         _judges_section(results["judges"], timings),
         _pairs_section(results["pairs"], results["method"]),
         "<p class='muted'>Means over problems with 95% intervals, which only include the variation between problems. "
-        "Below, the problems on which the judges agree least are the first.</p>",
+        "Equal values have no interval. Below, the problems on which the judges agree least are the first.</p>",
         asset("browser.html"),
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
-    page = document(f"Judges: {', '.join(results['judges'])}", "\n".join(body), data)
-    path.write_text(page, encoding="utf-8", errors="replace")
+    replace_file(path, [document(f"Judges: {', '.join(results['judges'])}", "\n".join(body), data)])
 
 
 def _judges_section(judges: Mapping[str, Any], timings: Mapping[str, Mapping[str, float]]) -> str:

@@ -6,6 +6,7 @@ corrected sheet. Texts of models are untrusted: a text that a spreadsheet would 
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 SHEET = "clusters.csv"
 COLUMNS = ("problem", "response", "cluster", "rationale", "text", "prompt")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = re.compile(r"""(^|[;\t\r\n])(?=[\s"']*[=+\-@\uff0b\uff0d\uff1d\uff20])|^(?=[\t\r])""")
+"""Places before formulas. Some programs also end a cell at a semicolon, a tab or a line break in a text."""
 
 
 def write_sheet(path: Path, groups: Sequence[RecordedGroup], rows: Mapping[str, Row]) -> None:
@@ -85,4 +87,4 @@ def read_sheet(path: Path, groups: Sequence[RecordedGroup]) -> dict[str, np.ndar
 
 def _cell(text: str) -> str:
     """Returns a text that spreadsheets show unchanged, except for an apostrophe before formulas."""
-    return f"'{printable(text)}" if text.startswith(_FORMULA) else printable(text)
+    return _FORMULA.sub(r"\1'", printable(text))

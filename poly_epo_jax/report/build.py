@@ -1,6 +1,7 @@
 """Writes a report: reads the folders, draws the figures and writes the page."""
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
-from poly_epo_jax.report.document import asset, document
+from poly_epo_jax.report.document import POLICY, asset, document
 from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
@@ -22,6 +23,8 @@ from poly_epo_jax.report.page import (
 )
 from poly_epo_jax.report.rollout_trees import Rollouts, plot_rollout_trees
 from poly_epo_jax.report.settings import settings_section
+from poly_epo_jax.system.json_files import replace_file
+from poly_epo_jax.system.output_folder import check_output, starts_with
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 MAX_GENERATION_BYTES = 8_000_000
@@ -33,8 +36,8 @@ FIGURES = {
         "pass@k",
         "Fraction of problems that at least one of k attempts solves, and its difference from the first model, on the "
         "same problems. Shaded: 95% intervals over problems, by the method below the results, and bootstrap intervals "
-        "of the mean difference. These can exclude 0 although the intervals of the two curves overlap, and are too "
-        "narrow where nearly all differences are 0.",
+        "of the mean difference, with two additional problems. These can exclude 0 although the intervals of the two "
+        "curves overlap.",
     ),
     "majority": (
         "Majority voting",
@@ -78,8 +81,8 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
       The path of the page.
 
     Raises:
-      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains a corrupted file, or if
-        a model is not found.
+      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains links or a corrupted
+        file, if a model is not found, or if `output` contains other files than a report.
       OSError: If `output` cannot be written.
     """
     runs, evaluations = read_folders(folders, models)
@@ -95,12 +98,10 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     timelines = {label: run.timeline for label, run in runs.items()}
     tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
     line_styles = figures.styles(list(dict.fromkeys([*runs, *model_labels(evaluations)])))
-    _create(output)
+    page = output / "report.html"
+    _create(page)
     drawn = _draw_figures(metrics, results, tree_title, trees, line_styles)
     drawn["timeline"] = timeline_figures.plot_timeline(timelines)
-    for name, figure in drawn.items():
-        if figure is not None:
-            figures.save(figure, output, name)
 
     summaries = evaluation_summaries(results) if results else []
     summaries += [run_summary(label, rows) for label, rows in metrics.items()]
@@ -116,18 +117,23 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         "<footer class='muted'>All figures are also available as PNG and PDF files next to this page.</footer>",
     ]
     data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
-    page = output / "report.html"
     title = " · ".join([*evaluations, *(run.folder.resolve().name for run in runs.values())])
-    page.write_text(document(title, "\n".join(body), data), encoding="utf-8", errors="replace")
+    replace_file(page, [document(title, "\n".join(body), data)])  # first, because it identifies the folder of a report
+    for name, figure in drawn.items():
+        if figure is not None:
+            figures.save(figure, output, name)
     return page
 
 
-def _create(output: Path) -> None:
+def _create(page: Path) -> None:
+    check_output(page.parent, "report", is_known=starts_with(page, re.escape(POLICY)))
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        page.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(f"The report folder {output} cannot be created ({reason}); choose another --output.") from error
+        raise OSError(
+            f"The report folder {page.parent} cannot be created ({reason}); choose another --output."
+        ) from error
 
 
 def _figure_sections(

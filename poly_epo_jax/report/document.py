@@ -15,9 +15,12 @@ from typing import Any
 
 from poly_epo_jax.metrics.intervals import interval_text
 
+# Beginning of the Content-Security-Policy, which identifies the pages of this package.
+POLICY = "default-src 'none'; img-src data:; style-src 'sha256-"
 
-def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
-    """Returns the HTML text of a page.
+
+def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> bytes:
+    """Returns a page as UTF-8. Lone surrogates become question marks.
 
     Args:
       title: Title of the page, as plain text.
@@ -25,14 +28,16 @@ def document(title: str, body: str, data: Mapping[str, Any] | None = None) -> st
       data: JSON-serializable data of the browser of generations. If None, the page has no script.
     """
     style, script, scripts = asset("report.css"), asset("browser.js"), ""
-    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}"
+    policy = f"{POLICY}{_hash(style)}'"
     if data is not None:
-        policy += f"; script-src {_hash(script)}"
+        policy += f"; script-src 'sha256-{_hash(script)}'"
         # "<" could end the script element. In JSON it only occurs in strings, where \u003c is equivalent.
         content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
         scripts = f'<script type="application/json" id="data">{content}</script>\n<script>{script}</script>'
-    return string.Template(asset("page.html.template")).substitute(
-        title=html.escape(title), policy=policy, style=style, body=body, scripts=scripts
+    return (
+        string.Template(asset("page.html.template"))
+        .substitute(title=html.escape(title), policy=policy, style=style, body=body, scripts=scripts)
+        .encode(errors="replace")
     )
 
 
@@ -77,7 +82,7 @@ def asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def markdown_table(header: Any, rows: Any) -> list[str]:

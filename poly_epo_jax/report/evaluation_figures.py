@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from poly_epo_jax.metrics.evaluation import MAJORITY_ACCURACY, MAJORITY_VOTE_SHARE, PASS, at, powers_of_two, split
-from poly_epo_jax.metrics.intervals import Interval, bootstrap_interval
+from poly_epo_jax.metrics.intervals import Interval, difference_interval
 from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
 from poly_epo_jax.report import figures
@@ -106,9 +106,8 @@ def paired_differences(evaluations: Evaluations) -> Evaluations:
     """Returns the differences in pass@k of each further model from the first model of the report.
 
     Differences are computed for each problem that both models have, so the difficulty of the problems cancels. The 95%
-    interval of a mean difference is that of `bootstrap_interval`. It can exclude 0 although the intervals of the two
-    models overlap. Differences lie in [-1, 1], twice the range of `fraction_interval`, whose intervals of 60 small
-    differences would be almost twice as wide.
+    interval of a mean difference is that of `difference_interval`. It can exclude 0 although the intervals of the two
+    models overlap.
 
     Args:
       evaluations: Results by benchmark and model.
@@ -138,7 +137,7 @@ def _paired_pass_at_k(results: Results, baseline: Results) -> dict[str, dict[str
         np.stack([pass_at_k(size, counts, k) for k in ks], 1) for size, counts in zip(sizes, correct, strict=True)
     ]
     values = passed[0] - passed[1]
-    low, high = bootstrap_interval(values) if len(shared) > 1 else ([None] * len(ks),) * 2
+    low, high = difference_interval(values) if len(shared) > 1 else ([None] * len(ks),) * 2
     bounds = zip(ks, values.mean(axis=0).tolist(), low, high, strict=True)
     return {at(PASS, k): {"mean": mean, "low": bottom, "high": top} for k, mean, bottom, top in bounds}
 

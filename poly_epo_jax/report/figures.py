@@ -33,6 +33,7 @@ from poly_epo_jax.metrics.logged import (
     describe,
     is_held_out,
 )
+from poly_epo_jax.system.json_files import replace_file
 
 Rows = Sequence[Mapping[str, Any]]
 Runs = Mapping[str, Rows]
@@ -115,8 +116,9 @@ def save(figure: Figure, output: Path, name: str) -> None:
     """
     with report_style():
         lay_out(figure)
-        figure.savefig(output / f"{name}.png")
-        figure.savefig(output / f"{name}.pdf", metadata={"CreationDate": None})
+        for suffix, metadata in (("png", {}), ("pdf", {"CreationDate": None})):
+            figure.savefig(content := io.BytesIO(), format=suffix, metadata=metadata)
+            replace_file(output / f"{name}.{suffix}", [content.getvalue()])
 
 
 def lay_out(figure: Figure) -> None:

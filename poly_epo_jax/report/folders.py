@@ -12,6 +12,7 @@ from poly_epo_jax.evaluate.folder import RESULTS, find_results
 from poly_epo_jax.records.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.records.timeline import Window
 from poly_epo_jax.system.json_files import read_object
+from poly_epo_jax.system.output_folder import check_contents
 
 Rows = list[dict[str, Any]]
 
@@ -58,13 +59,14 @@ def read_folders(
       same recipe and different methods, their labels are the names of the methods, as in studies and evaluations.
 
     Raises:
-      ValueError: If a folder is missing or contains neither a run nor an evaluation, if one of its files is corrupted,
-        or if a model is not found.
+      ValueError: If a folder is missing, contains neither a run nor an evaluation, or contains links, if one of its
+        files is corrupted, or if a model is not found.
     """
     runs, evaluations = [], []
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; specify a run folder with {METRICS} or an evaluation folder.")
+        check_contents(folder)
         (evaluations if find_results(folder) else runs).append(folder)
     return {label: _read_run(run) for label, run in _labels(runs).items()}, _find_evaluations(evaluations, models)
 

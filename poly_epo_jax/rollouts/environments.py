@@ -113,18 +113,18 @@ class Environments:
             async with limit:
                 return await asyncio.wrap_future(self.submit(function))
         except EpisodeFailure as error:
-            raise FailedEpisode("failed", f"{name} of problem {problem.id} failed: {error}") from error
+            raise FailedEpisode("failed", f"{name} of problem {problem.id!r} failed: {error}") from error
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            raise FailedEpisode("raised", f"{name} of problem {problem.id} raised CancelledError") from None
+            raise FailedEpisode("raised", f"{name} of problem {problem.id!r} raised CancelledError") from None
         except Exception as error:
             if limit.expired():
                 late = f"did not return within rollouts.turn_timeout_seconds={self.timeout_seconds:g}"
-                raise FailedEpisode("late", f"{name} of problem {problem.id} {late}") from None
+                raise FailedEpisode("late", f"{name} of problem {problem.id!r} {late}") from None
             raised = f"raised {type(error).__name__}{user_line(error)}: {error}"
-            raise FailedEpisode("raised", f"{name} of problem {problem.id} {raised}") from error
+            raise FailedEpisode("raised", f"{name} of problem {problem.id!r} {raised}") from error
 
     def submit(self, function: Callable[[], Awaitable[Any]]) -> Any:
         """Starts a call in the event loop of the environments, and returns its `concurrent.futures.Future`."""

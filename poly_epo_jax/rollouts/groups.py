@@ -178,10 +178,10 @@ class Rollouts:
         prompts = encode_prompts(self._tokenizer, problems, self._vocab_size)
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
-                raise ValueError(f"The prompt of problem {problem.id} is empty; remove the problem.")
+                raise ValueError(f"The prompt of problem {problem.id!r} is empty; remove the problem.")
             if len(ids) > self.max_prompt_tokens:
                 raise ValueError(
-                    f"The prompt of problem {problem.id} has {len(ids)} tokens, more than "
+                    f"The prompt of problem {problem.id!r} has {len(ids)} tokens, more than "
                     f"train.max_prompt_tokens={self.max_prompt_tokens}; raise it, or remove the problem."
                 )
         return prompts
@@ -191,13 +191,13 @@ class Rollouts:
         ids = completion.token_ids
         if not np.isfinite(completion.logprobs).all():
             raise ValueError(
-                f"The sampler's log-probabilities for problem {problem.id} are not finite; check its "
+                f"The sampler's log-probabilities for problem {problem.id!r} are not finite; check its "
                 "weights and sampling.temperature."
             )
         if ((ids < 0) | (ids >= self._vocab_size)).any():
             raise ValueError(
                 f"The sampler returned token ids outside the range 0 to {self._vocab_size - 1} for problem "
-                f"{problem.id}; check that it samples from the trained model."
+                f"{problem.id!r}; check that it samples from the trained model."
             )
         written = Generation(
             ids,
@@ -211,8 +211,8 @@ class Rollouts:
             return written
         if (version := before.weight_versions[-1]) != (new := written.weight_versions[0]):
             raise RuntimeError(
-                f"The weights changed from version {version} to {new} between two turns of problem {problem.id}; push "
-                "weights with Rollouts.push_weights only."
+                f"The weights changed from version {version} to {new} between two turns of problem {problem.id!r}; "
+                "push weights with Rollouts.push_weights only."
             )
         return _concatenate(before, written)
 

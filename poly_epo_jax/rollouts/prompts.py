@@ -80,8 +80,8 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
         without_tools, chat = chat, _chat_text(tokenizer, "message", problem.tools)
         if chat == without_tools:
             raise ValueError(
-                f"The chat template of the policy's tokenizer does not support tools, which problem {problem.id} has; "
-                "use a model whose template supports them."
+                f"The chat template of the policy's tokenizer does not support tools, which problem {problem.id!r} "
+                "has; use a model whose template supports them."
             )
     untrusted = break_control_tokens(untrusted, added, chat if problem.chat else before + after)
     return _chat_text(tokenizer, untrusted, problem.tools) if problem.chat else before + untrusted + after

@@ -40,8 +40,8 @@ def checked_reply(episode: Episode, problem: Problem, reply: Any) -> str | None:
     """
     if not isinstance(reply, str | None):
         raise ValueError(
-            f"{_name(episode)}.reply returned {_describe(reply)} for problem {problem.id}; return a string, or None to "
-            "end the episode."
+            f"{_name(episode)}.reply returned {_describe(reply)} for problem {problem.id!r}; return a string, or None "
+            "to end the episode."
         )
     return reply
 
@@ -58,7 +58,7 @@ def checked_outcome(episode: Episode, problem: Problem, outcome: Any) -> Outcome
       ValueError: If it is not an `Outcome`, or one of its fields is invalid.
     """
     if flaw := _flaw_of_outcome(outcome):
-        raise ValueError(f"{_name(episode)}.close returned an invalid outcome for problem {problem.id}: {flaw}.")
+        raise ValueError(f"{_name(episode)}.close returned an invalid outcome for problem {problem.id!r}: {flaw}.")
     return outcome
 
 
@@ -103,7 +103,7 @@ def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Flo
     for reward, number in zip(rewards, numbers, strict=True):
         if number is None or not 0 <= number <= 1 + 2**-24:  # float32 rounds valid numbers to at most 1.
             raise ValueError(
-                f"{_name(task)}.reward returned {_describe(reward)} for problem {problem.id}, but a reward must be a "
+                f"{_name(task)}.reward returned {_describe(reward)} for problem {problem.id!r}, but a reward must be a "
                 "number from 0 to 1; return a float, such as 1.0."
             )
     return np.array(numbers, np.float32)
@@ -136,7 +136,7 @@ def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering 
       ValueError: If the result is neither a valid clustering, nor a failure, nor None.
     """
     if flaw := _flaw(returned, len(group.generations), not isinstance(judge, LLMJudge)):
-        raise ValueError(f"{_name(judge)}.cluster returned an invalid result for problem {group.problem.id}: {flaw}.")
+        raise ValueError(f"{_name(judge)}.cluster returned an invalid result for problem {group.problem.id!r}: {flaw}.")
     return returned
 
 

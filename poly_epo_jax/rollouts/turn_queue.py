@@ -114,7 +114,7 @@ class TurnQueue:
             if missing:
                 counts = Counter(requests[place].problem_id for place, _ in missing)
                 problem, count = counts.most_common(1)[0]
-                raise RuntimeError(f"{count} completions of problem {problem} are missing; check the sampler.")
+                raise RuntimeError(f"{count} completions of problem {problem!r} are missing; check the sampler.")
         except BaseException as error:  # also if the call is cancelled, or the sampler raises CancelledError
             for one in waiting:
                 one.arrived.put_nowait(error)

@@ -139,7 +139,7 @@ class VLLM(Dialect):
                 return error
             if completion.finish_reason == "length" and len(completion.token_ids) < request.max_tokens:
                 raise ServerError(
-                    f"{url} ended a response to problem {request.problem_id} after {len(completion.token_ids)} of "
+                    f"{url} ended a response to problem {request.problem_id!r} after {len(completion.token_ids)} of "
                     f"{request.max_tokens} tokens, at the end of its context; start it with a larger --max-model-len."
                 )
             return completion

@@ -203,10 +203,11 @@ def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
     The message suggests keys of the configuration with this name, the new name of a renamed flag, or a similar flag.
 
     Args:
-      argument: The argument. Passwords in it are not repeated.
+      argument: The argument. Passwords and keys in it are not repeated.
       parser: Parser of the command.
     """
     # The text before an @ may be a user and password in a server address.
+    argument = re.sub("(?<=api_key_env=).+", "NAME", argument)
     name, _, value = (re.sub(r"\S*@", "...@", part) for part in argument.partition("="))
     return f"unknown argument {name}; {_hint(name, value, parser)}."
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from ml_collections import ConfigDict
 
-from poly_epo_jax.config.checks import one_of, validate
+from poly_epo_jax.config.checks import VARIABLE, one_of, validate
 from poly_epo_jax.config.keys import Config, ConfigError, JudgeSection, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
@@ -42,6 +42,12 @@ KNOWN_NAMES: dict[str, Collection[str]] = {
     "optimizer.schedule": SCHEDULES,
 }
 """Known names by key. They are looked up for every configuration, because users' files can register components."""
+
+# Patterns of passwords and queries in addresses by key. In values of other keys, such as templates, a ? is accepted.
+_SECRETS = {
+    **dict.fromkeys(("judge.url", "rollouts.urls"), "[@?#]"),
+    **dict.fromkeys(("--models", "--judge"), r"://\S*@|://[^\s,]*[?#]"),  # addresses with labels
+}
 
 PATHS = (
     "workdir",
@@ -137,14 +143,15 @@ def registry_entries(config: Config) -> dict[str, Entry]:
 
 
 def refuse_passwords(value: Any, key: str = "") -> None:
-    """Checks that values do not contain addresses with a user or password, because values are printed and stored.
+    """Checks that values do not contain passwords or keys, because values are printed and stored.
 
     Args:
       value: A value, or a nested mapping or list of values.
       key: Dotted key of the value, for the error message, which does not contain the value.
 
     Raises:
-      ConfigError: If an address contains a user or password.
+      ConfigError: If an address contains a user, a password or a query, or if `judge.api_key_env` is not the name of a
+        variable: one that exists, or a text such as JUDGE_KEY.
     """
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -152,11 +159,18 @@ def refuse_passwords(value: Any, key: str = "") -> None:
     elif isinstance(value, list | tuple):
         for inner in value:
             refuse_passwords(inner, key)
-    elif isinstance(value, str) and re.search("@" if key in ("judge.url", "rollouts.urls") else r"://\S*@", value):
-        raise ConfigError(
-            f"{key} contains a user or password before an @, which would be printed and stored; remove it from the "
-            "address. Set judge.api_key_env for the API key of a judge."
-        )
+    elif isinstance(value, str):
+        if re.search(_SECRETS.get(key, r"://\S*@"), value):
+            raise ConfigError(
+                f"{key} contains a user or password before an @, or a query after a ?, which would be printed and "
+                "stored; remove it from the address. Set judge.api_key_env for the API key of a judge."
+            )
+        variable = re.search(r"api_key_env=([^,]+)", f"{key}={value}")
+        if variable and not VARIABLE.fullmatch(variable[1]) and variable[1] not in os.environ:
+            raise ConfigError(
+                "judge.api_key_env must be the name of an environment variable, such as GEMINI_API_KEY; store the API "
+                "key in the variable, because the value of judge.api_key_env is printed and stored."
+            )
 
 
 def _expand_home(value: Any, key: str = "") -> Any:

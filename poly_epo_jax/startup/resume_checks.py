@@ -22,6 +22,7 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.step.optimizer import decays
 from poly_epo_jax.system.digests import json_digest, option_digests
+from poly_epo_jax.system.output_folder import check_output
 from poly_epo_jax.system.signals import Stopped, StopSignal, run_in_loop
 from poly_epo_jax.types import Judge, Params, Problem, Task
 
@@ -57,9 +58,11 @@ def check_resume_config(workdir: Path, config: Config) -> None:
       config: Configuration of the resuming command.
 
     Raises:
+      ValueError: If the folder contains files that are not from a run, or links.
       ConfigError: If the saved configuration has other keys, or other values of keys that must not change, if files of
         the run are missing, or if the run has completed more steps than configured.
     """
+    check_output(workdir, "run", is_known=bool(run_folder.checkpoint_steps(workdir)))
     saved = run_folder.resumable_config(workdir)
     if saved is None:
         return

@@ -13,6 +13,7 @@ from poly_epo_jax.model.transformer import param_shapes
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.records.run_folder import CHECKPOINTS, POLICY, checkpoint_digest, read_about, read_config
 from poly_epo_jax.startup.resume_checks import check_version
+from poly_epo_jax.system.output_folder import check_contents
 from poly_epo_jax.types import Params
 
 
@@ -34,11 +35,13 @@ def open_trained_policy(
 
     Raises:
       FileNotFoundError: If the run does not have the checkpoint, or the base policy is missing.
+      ValueError: If the run folder contains links.
       ConfigError: If another version of the package, with other configuration keys, trained the run.
       CheckpointError: If the checkpoint is corrupted or, with `step=None`, if all checkpoints are corrupted.
     """
     if not (run / CHECKPOINTS).is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints; set the path to the run folder of a training run.")
+    check_contents(run)
     saved = read_config(run)
     check_version(run, saved)
     # Checkpoints are verified bit for bit, so they are read in the dtype in which they were saved.

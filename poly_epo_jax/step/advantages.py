@@ -120,7 +120,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
                 )
             if not np.isfinite(values).all():
                 raise ValueError(
-                    f"{estimator.title} computed a non-finite advantage for problem {problem.id} of step {step}; "
+                    f"{estimator.title} computed a non-finite advantage for problem {problem.id!r} of step {step}; "
                     "correct the function of algo.advantages or algo.objective, or its options."
                 )
             rows.append(values)
@@ -137,13 +137,13 @@ def check_estimator(algo: AlgoSection, num_generations: int) -> None:
     Raises:
       ConfigError: If the code of a user raises an exception.
     """
-    estimator, kinds = (
-        make_estimator(algo),
-        dict.fromkeys(OWN_FEATURES, np.float32) | dict.fromkeys(_INTEGERS, np.int32),
-    )
-    if not set(estimator.reads) <= kinds.keys():
+    estimator = make_estimator(algo)
+    if not set(estimator.reads) <= {*OWN_FEATURES, "clusters"}:
         return
-    features = {name: jax.ShapeDtypeStruct((1, num_generations), kinds[name]) for name in estimator.reads}
+    features = {
+        name: jax.ShapeDtypeStruct((1, num_generations), np.int32 if name in _INTEGERS else np.float32)
+        for name in estimator.reads
+    }
     try:
         jax.eval_shape(estimator.advantages, jax.random.key(0), features)
     except Exception as error:

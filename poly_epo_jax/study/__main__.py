@@ -30,13 +30,12 @@ from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.startup.command_line import unknown_argument
 from poly_epo_jax.startup.prepare import check_writable
-from poly_epo_jax.study.folder import LOCK
 from poly_epo_jax.study.page import write_study_report
 from poly_epo_jax.study.plan import StudyRun, make_runs, write_plan
 from poly_epo_jax.study.progress import StudyProgress
 from poly_epo_jax.study.queue import cores, default_workers, gpus, run_all
 from poly_epo_jax.study.spec import read_study
-from poly_epo_jax.system.file_lock import lock_file
+from poly_epo_jax.system.output_folder import claim_folder
 from poly_epo_jax.system.signals import Stopped, exit_code
 
 
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             print("\n".join(f"Error: {line}" for line in str(error).splitlines()), file=sys.stderr)
             return 2
-        with lock_file(folder / LOCK, f"the study {folder}"):
+        with claim_folder(folder, "study"):
             write_plan(study, runs)
             try:
                 code = 0 if options.report else _run_unfinished(folder, runs, workers)

@@ -18,7 +18,7 @@ from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.system.json_files import Columns, Row, read_rows as read_json_rows
 
-PLAN, ATTEMPTS, LOG, LOCK, EVALUATION = "study.json", "attempts.jsonl", "log.txt", "lock", "evaluation"
+PLAN, ATTEMPTS, LOG, EVALUATION = "study.json", "attempts.jsonl", "log.txt", "evaluation"
 
 ATTEMPT: Columns = {
     "run": str,  # TASK/METHOD-lrRATE-seedSEED

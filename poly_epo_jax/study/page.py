@@ -16,11 +16,13 @@ from poly_epo_jax.study.frontier import plot_frontier
 from poly_epo_jax.study.pass_at_k import plot_pass_at_k
 from poly_epo_jax.study.results import StudyResults, read_results
 from poly_epo_jax.study.tables import Table, pass_at_k_tables, result_tables
+from poly_epo_jax.system.json_files import replace_file
 
 INTERVAL_NOTE = (
     "Means over training seeds, with 95% confidence intervals (Student's t) in brackets. Differences from {baseline} "
     "are at the same learning rate and paired by seed. If the interval of a difference contains 0, these seeds do not "
-    "distinguish the two methods. A single seed has no interval. Intervals are not corrected for multiple comparisons."
+    "distinguish the two methods. A single seed and equal values have no interval. Intervals are not corrected for "
+    "multiple comparisons."
 )
 FRONTIER = (
     "Each point is a method at a learning rate, with 95% intervals over seeds on both axes. Arrows point to the next "
@@ -57,8 +59,8 @@ def write_study_report(folder: Path) -> Path:
     page.parent.mkdir(parents=True, exist_ok=True)
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
-    page.write_text(document(title, body), encoding="utf-8", errors="replace")
-    (page.parent / "tables.md").write_text(markdown(results), encoding="utf-8", errors="replace")
+    replace_file(page, [document(title, body)])
+    replace_file(page.parent / "tables.md", [markdown(results).encode(errors="replace")])
     for task in results.tasks:
         for name, figure in {
             "frontier": plot_frontier(results, task),

@@ -17,7 +17,7 @@ class InUseError(OSError):
 
 
 @contextlib.contextmanager
-def lock_file(path: Path, description: str, wait: bool = False) -> Iterator[None]:
+def lock_file(path: Path, description: str, wait: bool = False, kind: str = "") -> Iterator[None]:
     """Holds an exclusive lock on a file.
 
     The kernel (flock) releases the lock when the process ends, including after SIGKILL. On NFS, the lock also excludes
@@ -27,14 +27,16 @@ def lock_file(path: Path, description: str, wait: bool = False) -> Iterator[None
       path: The lock file. It is created if it does not exist, and is not deleted.
       description: Description of the locked object for messages, such as "the run folder runs/default".
       wait: Whether to wait until another process releases the lock instead of raising InUseError.
+      kind: Kind of the locked folder, which is written to the file, see output_folder.py.
 
     Raises:
       InUseError: If another process holds the lock and `wait` is False.
       OSError: If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:  # NFS requires write access for an exclusive lock
-        holder = path.read_text(errors="replace").strip() or "another process"
+    # NFS requires write access for an exclusive lock. A link could lead to another file, which would be overwritten.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0) as file:
+        holder = file.read(1000).decode(errors="replace").strip() or "another process"
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -51,7 +53,8 @@ def lock_file(path: Path, description: str, wait: bool = False) -> Iterator[None
                 f"{description}.",
                 file=sys.stderr,
             )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        # The file is never empty after the first write, because its content identifies the folder.
+        text = f"process {os.getpid()} on {socket.gethostname()}{f' ({kind})' if kind else ''}".encode()
+        os.pwrite(file.fileno(), text, 0)
+        file.truncate(len(text))
         yield

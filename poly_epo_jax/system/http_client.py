@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from reprlib import repr as _brief
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import getproxies, proxy_bypass_environment  # pyright: ignore[reportAttributeAccessIssue]
 
 import httpx
 
@@ -25,6 +25,7 @@ T = TypeVar("T")
 MAX_BACKOFF_SECONDS = 20.0
 MAX_BYTES = 10**7
 """Default limit of the response size. Parsed as Python objects, a response takes up to 30 times as much memory."""
+_PROXY = re.compile(r"https?://([^\s/?#]*@)?([\w.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/*", re.IGNORECASE)
 MAX_QUOTED = 500  # maximum number of characters of a response that an error message quotes
 
 _KINDS: dict[type, str] = {
@@ -97,19 +98,27 @@ def proxy_of(url: str) -> str:
       The address of the proxy, which may contain a password. It is empty for unencrypted and local addresses.
 
     Raises:
-      ValueError: If the proxy does not use HTTP.
+      ValueError: If the proxy does not use HTTP, or its address is invalid.
     """
-    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
-    proxies = getproxies()
+    scheme, host, port = urlsplit(url).scheme, urlsplit(url).hostname or "", urlsplit(url).port or 443
+    proxies = {name: value.strip() for name, value in getproxies().items()}
     proxy = proxies.get("https") or proxies.get("all") or ""
-    if not proxy or scheme != "https" or _is_local(host) or proxy_bypass(host):
+    # `proxy_bypass_environment` reads neither blanks between names nor *.NAME.
+    excluded = re.sub(r"\*\.", ".", proxies.get("no", "")).replace(",", " ").split()
+    if (
+        not proxy
+        or scheme != "https"
+        or _is_local(host)
+        or "*" in excluded
+        or proxy_bypass_environment(f"{host}:{port}", {"no": ",".join(excluded)})
+    ):
         return ""
-    if "://" not in proxy:
-        return f"http://{proxy}"
-    if urlsplit(proxy).scheme not in ("http", "https"):
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    match = _PROXY.fullmatch(proxy)
+    if match is None or int(match["port"] or 80) > 65_535:
         raise ValueError(
-            f"HTTPS_PROXY selects a proxy of the type {urlsplit(proxy).scheme} for {url}, which is not supported; set "
-            "it to http://HOST:PORT, or add the host to NO_PROXY."
+            f"HTTPS_PROXY selects a proxy for {url} whose type {proxy.partition('://')[0][:20]!r} or address is not "
+            "supported; set it to http://HOST:PORT, or add the host to NO_PROXY."
         )
     return proxy
 

@@ -91,7 +91,8 @@ def replace_file(path: Path, parts: Iterable[bytes]) -> None:
       parts: New content, in consecutive parts.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
+    temporary.unlink(missing_ok=True)  # left behind by a killed process, or a link to another file
+    with temporary.open("xb") as file:  # does not follow links
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())

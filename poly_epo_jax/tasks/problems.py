@@ -74,6 +74,8 @@ def read_source(source: str) -> list[dict[str, Any]]:
     place = path if is_file else Path(source.split(":")[0])
     if not place.exists() and (is_file or source.startswith(("/", "./", "../"))):
         raise FileNotFoundError(f"{source} does not exist; correct the path (relative paths start at {Path.cwd()}).")
+    if is_file and not path.is_file():
+        raise ValueError(f"{source} is not a regular file; write its rows to a file.")
     if path.is_file() and not is_file:
         raise ValueError(f"{source} must be a {' or '.join(_READERS)} file; convert it to one of these formats.")
     if is_file:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from poly_epo_jax.config.checks import NOT_EMPTY, SEED
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.missing_packages import install_command
 from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, prompted
-from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Verifier
+from poly_epo_jax.tasks.verifier import GradedInWorkers, Grader, Verifier, worker_environment
 from poly_epo_jax.types import Generation, Problem
 
 WORKER = Path(__file__).with_name("gym_worker.py")
@@ -108,7 +107,8 @@ class ReasoningGymTask(GradedInWorkers):
         seeds = np.random.SeedSequence(self.seed).generate_state(2) >> 1  # the datasets add the index of the problem
         parts = [str(value) for pair in zip(seeds, sizes, strict=True) if pair[1] for value in pair]
         command = (sys.executable, "-P", *self._command, *parts)
-        ended = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True)
+        variables = worker_environment() | {"PYTHONHASHSEED": "0"}
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True)
         lines = [json.loads(line) for line in ended.stdout.splitlines()] if ended.returncode == 0 else []
         if ended.returncode or (lines and not any(isinstance(line, list) for line in lines)):
             reason = lines[-1] if lines else ended.stderr.strip().rpartition("\n")[2]

@@ -10,6 +10,7 @@ import enum
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,12 @@ class Grader(NamedTuple):
 
 MATH = Grader("math-verify", (str(Path(__file__).with_name("verify_worker.py")),))
 """Compares mathematical answers."""
+
+
+def worker_environment() -> dict[str, str]:
+    """Returns the environment variables of workers. Others, such as API keys, could be read by an answer."""
+    inherited = "PATH|HOME|TMPDIR|TZ|LANG|LC_.*|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON.*|NLTK_DATA|OMP_NUM_THREADS"
+    return {name: value for name, value in os.environ.items() if re.fullmatch(inherited, name)}
 
 
 class Outcome(enum.Enum):
@@ -216,7 +223,9 @@ class _Worker:
     def _start(self) -> None:
         # In its own process group, the worker does not receive Ctrl-C. It exits when the parent closes its stdin.
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(self._grader.command, stdin=pipe, stdout=pipe, process_group=0)
+        self._process = subprocess.Popen(
+            self._grader.command, stdin=pipe, stdout=pipe, env=worker_environment(), process_group=0
+        )
         self._ready = False
 
     def ask(self, texts: tuple[str, ...], seconds: float) -> Any:

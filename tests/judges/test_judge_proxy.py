@@ -91,6 +91,15 @@ def test_a_proxy_that_does_not_accept_connections_is_named(variables: pytest.Mon
         ("", "", HOSTED, ""),
         ("http://proxy:3128", "localhost,.example", HOSTED, ""),
         ("http://proxy:3128", "*", HOSTED, ""),
+        ("http://proxy:3128", "localhost, *", HOSTED, ""),
+        ("http://proxy:3128", "*.example", HOSTED, ""),
+        ("http://proxy:3128", "localhost *.Example:443", HOSTED, ""),
+        ("http://proxy:3128", "judge.example:443", HOSTED, ""),
+        ("http://proxy:3128", "judge.example:8443", "https://judge.example:8443/v1", ""),
+        ("http://proxy:3128", "judge.example:8443", HOSTED, "http://proxy:3128"),
+        ("http://proxy:3128", "*.judge.example.org", HOSTED, "http://proxy:3128"),
+        (" http://user:pass@proxy:3128/ \n", "", HOSTED, "http://user:pass@proxy:3128/"),
+        (" proxy:3128 ", "", HOSTED, "http://proxy:3128"),
         ("http://proxy:3128", "another.example", HOSTED, "http://proxy:3128"),
         ("http://proxy:3128", "", "http://judge.example", ""),
         ("http://proxy:3128", "", "https://localhost:30010", ""),
@@ -104,9 +113,21 @@ def test_the_proxy_of_an_address(variables: pytest.MonkeyPatch, proxy: str, excl
     assert proxy_of(url) == selected
 
 
-def test_other_types_of_proxies_are_rejected(variables: pytest.MonkeyPatch):
-    variables.setenv("ALL_PROXY", "socks5://user:secret@proxy:1080")
-    with pytest.raises(ValueError, match=r"HTTPS_PROXY .*socks5.*NO_PROXY") as caught:
+@pytest.mark.parametrize(
+    ("proxy", "kind"),
+    [
+        ("socks5://user:secret@proxy:1080", "socks5"),
+        ("http://user:secret@proxy:99999", "http"),
+        ("http://user:secret@proxy:port", "http"),
+        ("http://user:sec/secret@proxy:1", "http"),
+        ("http://user:secret@[::1", "http"),
+        ("http://pro xy:1", "http"),
+        ("http://", "http"),
+    ],
+)
+def test_other_types_of_proxies_are_rejected(variables: pytest.MonkeyPatch, proxy: str, kind: str):
+    variables.setenv("ALL_PROXY", proxy)
+    with pytest.raises(ValueError, match=rf"HTTPS_PROXY .*'{kind}'.*NO_PROXY") as caught:
         make_judge(url=HOSTED, api_key_env="JUDGE_KEY")
     assert "secret" not in str(caught.value)
     make_judge(url=HOSTED)

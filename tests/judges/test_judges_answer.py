@@ -101,6 +101,6 @@ def test_an_answer_that_is_no_text_is_rejected(answer: object):
             return answer
 
     with pytest.raises(
-        ValueError, match=rf"^Odd\.answer returned .*\({type(answer).__name__}\) for problem p; return a"
+        ValueError, match=rf"^Odd\.answer returned .*\({type(answer).__name__}\) for problem 'p'; return a"
     ):
         cluster("answer", Odd(), ["a"])

@@ -81,6 +81,13 @@ def test_errors_replace_the_given_fraction_of_the_labels():
     np.testing.assert_array_equal(cluster(judge, texts, problems[3]), clusters[3])
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_errors_do_not_change_which_responses_are_degenerate(rate: float):
+    texts = ["a", "", "b", "", "c"] * 40
+    ids = cluster(ExactJudge(FirstWord(), error_rate=rate), texts)
+    np.testing.assert_array_equal(ids == DEGENERATE_CLUSTER, [not text for text in texts])
+
+
 def test_errors_depend_on_the_tokens():
     judge, first = ExactJudge(FirstWord(), error_rate=1.0), group(["a"] * 50)
     changed = dataclasses.replace(first.generations[49], token_ids=first.generations[49].token_ids + 1)
@@ -95,8 +102,9 @@ def test_a_strategy_that_cannot_be_compared_is_rejected():
         def strategy(self, problem, generation):
             return generation.text.split()
 
-    with pytest.raises(ValueError, match=r"(?s)Listed\.strategy .* problem p .*; return a string"):
-        cluster(ExactJudge(Listed()), ["a b"])
+    problem = Problem(id="p\x1b[2J", prompt="", answer="")
+    with pytest.raises(ValueError, match=r"(?s)Listed\.strategy .* problem 'p\\x1b\[2J' .*; return a string"):
+        cluster(ExactJudge(Listed()), ["a b"], problem)
 
 
 def test_responses_share_a_cluster_if_and_only_if_they_share_a_strategy():

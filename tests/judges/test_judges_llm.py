@@ -419,6 +419,32 @@ def test_an_invalid_key_is_rejected_without_showing_it(monkeypatch, key):
     assert "cret" not in str(caught.value)
 
 
+def test_a_key_in_place_of_the_name_of_its_variable_is_not_shown():
+    with pytest.raises(ValueError, match=r"judge\.api_key_env") as caught:
+        make_judge(api_key_env="sk-cret")
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_warned"),
+    [
+        ("http://judge.example:80", True),
+        ("http://10.0.0.7", True),
+        ("http://localhost.example", True),
+        ("http://localhost:1", False),
+        ("http://127.0.0.1:1", False),
+        ("http://[::1]:1", False),
+        ("https://judge.example", False),
+    ],
+)
+def test_a_key_that_is_sent_unencrypted_to_another_host_is_reported(monkeypatch, capsys, url, is_warned):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    make_judge(url=url)
+    assert not capsys.readouterr().err
+    make_judge(url=url, api_key_env="JUDGE_KEY")
+    assert ("Warning: The API key is sent to" in capsys.readouterr().err) == is_warned
+
+
 SHORT = {"max_response_chars": 3000, "max_tokens": 1024, "model": ""}
 
 

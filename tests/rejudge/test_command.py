@@ -121,6 +121,11 @@ def test_a_corrected_sheet_is_kept_and_compared(tmp_path: Path):
     page = (output / "report.html").read_text()
     assert "ngrams and reference" in page and "<script>alert" not in page
 
+    with sheet.open("a", newline="") as file:
+        csv.writer(file).writerow(rows[9])
+    with pytest.raises(ValueError, match="two rows for response 2 to 'row 2'"):
+        read_sheet(sheet, groups)
+
 
 @pytest.mark.slow
 def test_a_killed_command_resumes_with_the_same_results(tmp_path: Path, fork_server: ForkServer):

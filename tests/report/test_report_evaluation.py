@@ -15,7 +15,7 @@ from test_report import Page, data_of, svgs, write_fake_run
 
 from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS
-from poly_epo_jax.metrics.intervals import bootstrap_interval
+from poly_epo_jax.metrics.intervals import difference_interval
 from poly_epo_jax.report import (
     __main__ as report_main,
     build as report,
@@ -103,10 +103,17 @@ def test_paired_differences_are_means_over_the_same_problems(evaluation: Path):
                     solved_by_a_subset(ours, k) - solved_by_a_subset(theirs, k)
                     for ours, theirs in zip(results[benchmark][model]["per_problem"], first["per_problem"], strict=True)
                 ]
-                low, high = bootstrap_interval(np.array(values))
+                low, high = difference_interval(np.array(values))
                 assert [point.mean, point.low, point.high] == pytest.approx(
                     [np.mean(values), float(low), float(high)], abs=1e-9
                 )
+    # Two models that solve all problems can differ on others.
+    solved = {"per_problem": [{"problem": i, "num_correct": 2} for i in range(20)], "num_generations": 2}
+    for low, mean, high in (
+        (entry["low"], entry["mean"], entry["high"])
+        for entry in paired_differences({"b": {"one": solved, "two": solved}})["b"]["two"]["metrics"].values()
+    ):
+        assert low < -0.1 < mean == 0 < 0.1 < high
     assert paired_differences({}) == {}
     assert paired_differences({"aime26": {"base": results["aime26"]["base"]}}) == {}
 

@@ -73,7 +73,7 @@ def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fa
     task = Faulty(method, fault)
     a, b, c = play(task)
     assert b.generations == () and b.failure is not None and b.failure.kind == kind
-    assert f"Faulty: {method} of problem b" in b.failure.reason and reason in b.failure.reason
+    assert f"Faulty: {method} of problem 'b'" in b.failure.reason and reason in b.failure.reason
     assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
         y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
     ]
@@ -148,5 +148,5 @@ def test_a_repeated_episode_has_the_same_bytes(method: str):
     ],
 )
 def test_an_invalid_outcome_ends_the_run_with_one_sentence(outcome: Any, text: str):
-    with pytest.raises(ValueError, match=rf"Episode\.close returned an invalid outcome for problem b: {text}"):
+    with pytest.raises(ValueError, match=rf"Episode\.close returned an invalid outcome for problem 'b': {text}"):
         play(Faulty("close", lambda: outcome))

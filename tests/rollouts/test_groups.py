@@ -143,7 +143,7 @@ def test_missing_completions_raise_an_error():
                 if (completion.request, completion.index) != (1, 2):
                     yield completion
 
-    with pytest.raises(RuntimeError, match="1 completions of problem b are missing"):
+    with pytest.raises(RuntimeError, match="1 completions of problem 'b' are missing"):
         generate(Forgetful(lambda *_: "a"), ByLetter(), 3)
 
 
@@ -234,5 +234,5 @@ def test_completions_with_tokens_outside_the_embedding_raise_an_error(token: int
 
     sampler = Inventing(lambda *_: "a")
     rollouts = Rollouts(sampler, sampler.tokenizer, ByLetter(), 8, vocab_size=11)
-    with pytest.raises(ValueError, match="outside the range 0 to 10 for problem a"):
+    with pytest.raises(ValueError, match="outside the range 0 to 10 for problem 'a'"):
         collect(rollouts, PROBLEMS, 1, Sampling(MAX_TOKENS))

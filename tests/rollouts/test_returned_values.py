@@ -65,12 +65,12 @@ def clustering(ids: Any, rationales: Any = None, features: Any = {}) -> Clusteri
     ids=repr,
 )
 def test_rewards_that_are_no_numbers_from_0_to_1_are_rejected(value: Any):
-    with pytest.raises(ValueError, match=r"^Rewarding\.reward returned .* for problem p, .* from 0 to 1; return a fl"):
+    with pytest.raises(ValueError, match=r"^Rewarding\.reward returned .* for problem 'p', .* from 0 to 1; return"):
         graded(Rewarding(value))
 
 
 def test_the_message_shows_the_reward_and_its_type():
-    with pytest.raises(ValueError, match=re.escape("Rewarding.reward returned '1' (str) for problem p")):
+    with pytest.raises(ValueError, match=re.escape("Rewarding.reward returned '1' (str) for problem 'p'")):
         graded(Rewarding("1"))
     with pytest.raises(ValueError, match=re.escape("returned array([1.]) (float64 array of shape (1,)) for")):
         graded(Rewarding(np.array([1.0])))
@@ -147,7 +147,7 @@ def test_rewards_at_the_minimum_are_correct():
     ids=str,
 )
 def test_invalid_results_of_a_judge_are_rejected(returned: Any, words: str):
-    with pytest.raises(ValueError, match=rf"^Returning\.cluster returned an .* for problem p: .*{words}"):
+    with pytest.raises(ValueError, match=rf"^Returning\.cluster returned an .* for problem 'p': .*{words}"):
         graded(judge=Returning(returned))
 
 
@@ -164,7 +164,9 @@ def test_failures_missing_clusters_and_jax_arrays_are_valid(returned: Any):
 
 
 def test_the_doctor_checks_the_result_of_the_judge():
-    with pytest.raises(ValueError, match=r"^Returning\.cluster returned .* problem doctor: its ids are \[0, 0, 1, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"^Returning\.cluster returned .* problem 'doctor': its ids are \[0, 0, 1, 2\]"
+    ):
         asyncio.run(doctor_servers._cluster(Returning(clustering([0, 0, 1, 2])), doctor_servers._group()))
 
 

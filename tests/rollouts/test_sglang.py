@@ -328,7 +328,7 @@ def test_a_listed_worker_that_does_not_respond_causes_no_delay(servers, tmp_path
 def test_a_rejected_request_raises_an_error(servers, tmp_path):
     rollouts = rollouts_of(servers, DiskSync(tmp_path, "a run", TINY, "float32"))
     asyncio.run(rollouts.push_weights(weights(1), 1))
-    with pytest.raises(ServerError, match=r"rejected the prompt of problem \d with 400: .*context"):
+    with pytest.raises(ServerError, match=r"rejected the prompt of problem '\d' with 400: .*context"):
         collect(rollouts, tiny_problems(2, MAX_PROMPT), 2, Sampling(2000))
 
 

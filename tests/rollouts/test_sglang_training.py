@@ -158,7 +158,7 @@ def test_evaluations_of_a_server_and_a_folder_agree(servers, base, tmp_path):
     command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
     command += [f"--models=folder={base},server={url}", "--benchmarks=polynomial"]
     command += ["--num_generations=2", f"--output={tmp_path}", "--config.sampling.temperature=0.0"]
-    command += as_flags({"task.options": SETTINGS["task.options"]})
+    command += as_flags({"task.options": SETTINGS["task.options"], "model.path": base})
     subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
     responses = [
         [row["response"] for row in read_generations(tmp_path / "polynomial" / label)] for label in ("folder", "server")

@@ -214,7 +214,7 @@ def test_a_weight_change_between_two_turns_raises_an_error():
             async for completion in super().sample(requests, sampling):
                 yield completion
 
-    with pytest.raises(RuntimeError, match="weights changed from version 0 to 1 between two turns of problem a"):
+    with pytest.raises(RuntimeError, match="weights changed from version 0 to 1 between two turns of problem 'a'"):
         generate(Changing(lambda *_: "a"), Replying())
 
 
@@ -225,6 +225,6 @@ def test_a_reply_that_is_no_text_is_rejected(reply: object):
             return reply
 
     with pytest.raises(
-        ValueError, match=rf"^TalkingEpisode\.reply returned .*\({type(reply).__name__}\) for problem .; return"
+        ValueError, match=rf"^TalkingEpisode\.reply returned .*\({type(reply).__name__}\) for problem '.'; return"
     ):
         generate(Recording(lambda request, index: "ab"), Odd(), 2)

@@ -234,7 +234,7 @@ def test_aborted_mixed_and_invalid_completions_are_resampled(server, monkeypatch
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (httpx.Response(400, json={"error": "too long"}), "rejected the prompt of problem 0 with 400: .*too long"),
+        (httpx.Response(400, json={"error": "too long"}), "rejected the prompt of problem '0' with 400: .*too long"),
         (
             httpx.Response(200, json=put(("usage", "prompt_tokens"), 1, completion("run-1", [5], "length"))),
             "after 1 of 4 tokens, at the end of its context; start it with a larger --max-model-len",

@@ -1,4 +1,4 @@
-"""A password in a server address is neither printed nor stored, regardless of other errors."""
+"""A password in a server address, and a key, is neither printed nor stored, regardless of other errors."""
 
 from pathlib import Path
 
@@ -21,9 +21,16 @@ ADDRESS = f"http://me:{SECRET}@host:30000"
         ("main", [f"--rollouts.urls={ADDRESS}"], "write --config.rollouts.urls=...@host:30000"),
         ("main", [f"rollouts.urls={ADDRESS}"], "write --config.rollouts.urls=...@host:30000"),
         ("evaluate", [f"--models=x={ADDRESS}", "--benchmarks=polynomial"], "--models contains a user or password"),
+        ("evaluate", [f"--models=x=http://host:1/v2?key={SECRET}"], "--models contains a user or password"),
+        ("rejudge", [f"--judge=llm:url=https://host?key={SECRET}", "rows"], "--judge contains a user or password"),
+        ("rejudge", [f"--judge=a/b=llm:api_key_env=sk-{SECRET}", "rows"], "judge.api_key_env must be the name"),
+        ("main", [f"--config.judge.url=https://host/?key={SECRET}"], "judge.url contains a user or password"),
+        ("main", [f"--config.judge.api_key_env=sk-{SECRET}", "--print_config"], "judge.api_key_env must be the name"),
+        ("main", [f"--config.judge.api_key_env={SECRET}", "--help"], "judge.api_key_env must be the name"),
+        ("main", [f"--judge.api_key_env={SECRET}"], "--config.judge.api_key_env=NAME"),
     ],
 )
-def test_addresses_with_passwords_are_rejected_without_printing_them(
+def test_passwords_and_keys_are_rejected_without_printing_them(
     fork_server: ForkServer, module: str, arguments: list[str], complaint: str, tmp_path: Path
 ):
     arguments = ["--config=configs/polynomial.py", f"--config.workdir={tmp_path / 'run'}", *arguments]

@@ -130,7 +130,7 @@ def test_non_finite_advantages_are_rejected(graded, monkeypatch, value):
         return jnp.full(len(rewards), value)
 
     monkeypatch.setitem(set_rl.OBJECTIVES, "endless", set_rl.Objective(score, "Endless"))
-    with pytest.raises(ValueError, match=rf"^Endless .*non-finite advantage for problem 0 of step {STEP};"):
+    with pytest.raises(ValueError, match=rf"^Endless .*non-finite advantage for problem '0' of step {STEP};"):
         advantages_of(algo(objective="endless"), *graded)
 
 

@@ -12,7 +12,7 @@ from fakes import PATIENCE
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.study.folder import RunKey, read_attempts
+from poly_epo_jax.study.folder import ATTEMPTS, RunKey, read_attempts
 from poly_epo_jax.study.plan import StudyRun
 from poly_epo_jax.study.queue import CORE, cores, default_workers, gpus, run_all
 from poly_epo_jax.system.json_files import Row
@@ -67,6 +67,12 @@ def test_failed_run_is_reported_and_other_runs_continue(tmp_path: Path):
     again, events = work(tmp_path, runs, [{}])
     assert events == ["b train", "b 0"], "finished runs are skipped"
     assert read_attempts(tmp_path) == [*rows, *again]
+
+
+def test_an_error_of_the_study_itself_is_raised(tmp_path: Path):
+    (tmp_path / ATTEMPTS).mkdir()
+    with pytest.raises(OSError, match=ATTEMPTS):
+        work(tmp_path, [FakeRun(tmp_path / "a")], [{}])
 
 
 def test_checkpoints_of_finished_runs_are_emptied_unless_kept(tmp_path: Path):

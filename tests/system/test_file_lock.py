@@ -10,6 +10,7 @@ import pytest
 
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.system.file_lock import InUseError, lock_file
+from poly_epo_jax.system.output_folder import LOCK
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -29,10 +30,10 @@ def holder(lock: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def test_a_second_process_is_rejected_until_the_first_is_killed(tmp_path: Path):
-    lock = tmp_path / "run" / run_folder.LOCK
+    lock = tmp_path / "run" / LOCK
     with holder(lock) as first:
         assert first.stdout and first.stdout.readline() == "held\n"
-        message = rf"^the run folder {tmp_path}/run is in use by process {first.pid} on \S+;"
+        message = rf"^the run {tmp_path}/run is in use by process {first.pid} on \S+;"
         with pytest.raises(InUseError, match=message), run_folder.lock_run_folder(tmp_path / "run"):
             pass
         first.kill()

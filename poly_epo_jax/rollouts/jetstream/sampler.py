@@ -175,5 +175,5 @@ class JetStreamSampler:
         reason = "stop" if int(token_ids[-1]) in self._stop_ids else "length"
         limits = {"max_tokens": request.max_tokens, "stop_ids": self._stop_ids, "vocab_size": self._vocab_size}
         if flaw := completion_flaw(token_ids, logprobs, reason, **limits):
-            raise RuntimeError(f"Invalid completion of JetStream for problem {request.problem_id}: {flaw}.")
+            raise RuntimeError(f"Invalid completion of JetStream for problem {request.problem_id!r}: {flaw}.")
         return Completion(place, index, token_ids, logprobs, reason, np.full(len(token_ids), versions.pop(), np.int32))

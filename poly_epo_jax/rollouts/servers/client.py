@@ -188,7 +188,7 @@ class ServerSampler:
             if len(pending.done) == len(request.seeds):
                 return [pending.done[index] for index in range(len(request.seeds))]
         raise ServerError(
-            f"Failed to generate completions for problem {request.problem_id} on {', '.join(self.urls)} after "
+            f"Failed to generate completions for problem {request.problem_id!r} on {', '.join(self.urls)} after "
             f"{MAX_ATTEMPTS} attempts; see the server logs. Last error: {pending.last_error}."
         )
 
@@ -244,7 +244,7 @@ class ServerSampler:
         pending.last_invalid_server, pending.last_error = server, f"{server.url} returned an invalid completion: {why}"
         if not server.reported_invalid:
             server.reported_invalid = True
-            print(f"{pending.last_error} (problem {pending.request.problem_id}). Resampling.", file=sys.stderr)
+            print(f"{pending.last_error} (problem {pending.request.problem_id!r}). Resampling.", file=sys.stderr)
 
     def _mark_failed(self, pool: ServerPool, server: Server, pending: _PendingRequest, why: str) -> None:
         self._counts["server_failures"] += server.is_up

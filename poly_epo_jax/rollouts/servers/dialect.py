@@ -113,7 +113,7 @@ def check_accepted(response: httpx.Response, url: str, request: Request) -> None
     """
     if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
         reason = f"{response.status_code}: {quote(response.text)}"
-        raise ServerError(f"{url} rejected the prompt of problem {request.problem_id} with {reason}")
+        raise ServerError(f"{url} rejected the prompt of problem {request.problem_id!r} with {reason}")
 
 
 @runtime_checkable

@@ -30,6 +30,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.embedded.slots import Slots, cache_sizes
+from poly_epo_jax.rollouts.groups import generation_seeds
 from poly_epo_jax.types import Generation, Problem, Request, Sampler, Sampling
 
 PROBLEMS = tiny_problems(10, MAX_PROMPT)
@@ -44,7 +45,7 @@ def assert_same_generations(found, expected, atol=1e-5):
 
 @pytest.fixture(scope="module")
 def rollouts():
-    return make_rollouts()
+    return make_rollouts(max_concurrent=16)  # Prompts are prefilled in several parts, and slots are reused.
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,22 @@ def test_a_stop_token_ends_a_generation(groups):
         assert y.text == "".join(spelling[token] for token in (ids[:-1] if stopped else ids))
         reasons.append(y.finish_reason)
     assert min(reasons.count("stop"), reasons.count("length")) >= 5
+
+
+def test_each_request_has_its_own_token_limit(rollouts, groups):
+    """A shorter limit truncates a generation, and does not change its tokens."""
+    requests = [
+        Request(group.problem.id, group.prompt_ids, generation_seeds(0, group.problem, 4), 1 + place)
+        for place, group in enumerate(groups)
+    ]
+
+    async def sample() -> list[list[list[int]]]:
+        completions = rollouts.sampler.sample(requests, Sampling(MAX_TOKENS))
+        found = {(y.request, y.index): y.token_ids.tolist() async for y in completions}
+        return [[found[place, index] for index in range(4)] for place in range(len(groups))]
+
+    expected = [[ids[: 1 + place] for ids in group] for place, group in enumerate(token_ids(groups))]
+    assert asyncio.run(sample()) == expected
 
 
 def test_generations_of_a_prompt_differ(groups):
@@ -166,13 +183,13 @@ def test_new_weights_change_generations_and_weight_version(rollouts, groups):
 
 def test_prompts_that_are_too_long_raise_an_error(rollouts):
     too_long = Problem("seven", "a" * 11, "")
-    message = r"prompt of problem seven has 11 tokens, more than train\.max_prompt_tokens=10"
+    message = r"prompt of problem 'seven' has 11 tokens, more than train\.max_prompt_tokens=10"
     with pytest.raises(ValueError, match=message):
         generate(rollouts, [*PROBLEMS[:9], too_long], 4)
 
 
 def test_empty_prompts_raise_an_error(rollouts):
-    with pytest.raises(ValueError, match="prompt of problem blank is empty"):
+    with pytest.raises(ValueError, match="prompt of problem 'blank' is empty"):
         generate(rollouts, [Problem("blank", "", "")], 4)
 
 

@@ -216,7 +216,7 @@ def test_a_server_that_always_aborts_raises_an_error_after_8_attempts(monkeypatc
         return generated(request, "w", "abort", tokens=0)
 
     rollouts = open_rollouts(abort, monkeypatch, URLS, None)
-    with pytest.raises(ServerError, match="for problem 0 on http://a, http://b after 8 attempts"):
+    with pytest.raises(ServerError, match="for problem '0' on http://a, http://b after 8 attempts"):
         collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
     assert rollouts.metrics()["rollouts/resampled"] == 16
 
