@@ -10,8 +10,10 @@ from pathlib import Path
 import quick_compiles
 
 # Must be set before jax is imported: eight CPU devices for meshes, and fast compilation, which dominates the test time.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
+# POLY_EPO_TEST_PLATFORM=gpu runs the tests in tests/accelerator.txt, which use one device, on a GPU.
+if os.environ.setdefault("POLY_EPO_TEST_PLATFORM", "cpu") == "cpu":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
 # launch/test.sh all installs torch here for comparisons. Processes that tests start must not find it.
 sys.path.append(os.path.join(sys.prefix, "torch"))
 # Test processes and later runs share compiled programs. With a size limit, files in use are locked.
@@ -33,6 +35,10 @@ MAX_MEMORY_MAPS = 20_000
 
 install_import_hook("poly_epo_jax", "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if os.environ["POLY_EPO_TEST_PLATFORM"] != "cpu":
+    # The tolerances of the tests are those of float32. By default, other devices round the operands of matmuls to 10
+    # bits or fewer (TF32, bfloat16), whose errors of 1e-3 would hide most defects. The doctor tests the default.
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -63,6 +63,8 @@ class Rule:
 RULES = (
     Rule("LOCK=newest bash launch/test.sh", elsewhere="manual: installs the newest versions"),
     Rule(".venv-tpu/bin/python -m poly_epo_jax.bench", elsewhere="tests/bench/aot/test_compile_for.py, two layers"),
+    Rule("bash launch/accelerator.sh", elsewhere="tests/accelerator/, with SMALL=1"),
+    Rule("SMALL=1 bash launch/accelerator.sh", elsewhere="tests/accelerator/"),
     Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh all; downloads XLA compilers"),
     Rule("bash launch/lock.sh", elsewhere="manual: installs the newest versions"),
     Rule("bash launch/node.sh", elsewhere="tests/launch/test_node.py, with DEVICE=cpu; requires 4 x H200"),
@@ -80,7 +82,6 @@ RULES = (
     Rule("bash launch/torch.sh", elsewhere="launch/test.sh all; downloads torch"),
     Rule("bash launch/reasoning_gym.sh", elsewhere="launch/test.sh all; downloads reasoning-gym"),
     Rule("bash launch/textarena.sh", elsewhere="launch/test.sh all; downloads TextArena"),
-    Rule("bash benchmarks/h200.sh", elsewhere="manual, with SMALL=1; requires an H200 and minutes of compilation"),
     Rule("bash third_party/sglang/serve.sh cpu", elsewhere="tests/support/sglang_servers.py"),
     Rule("bash third_party/sglang/serve.sh gpu", elsewhere="requires a GPU; see tests/rollouts/test_sleep.py"),
     Rule("bash third_party/sglang/setup.sh", elsewhere="launch/test.sh all, for cpu; downloads SGLang"),

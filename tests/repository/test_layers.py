@@ -41,6 +41,7 @@ LAYERS = (
     "bench",
     "doctor",
     "study",
+    "accelerator",
     "main",
     "from_python",
     "cli",
