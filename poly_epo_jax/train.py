@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.experience import Batch, Experience
@@ -175,10 +175,14 @@ async def train(
                 loop.save()
             checkpoints.close()
         if stopped is not None:
-            if hosts.is_first():
-                kept = f"Saved after step {loop.saved}" if loop.saved else "No step was completed"
-                print(f"{stopped}: {kept}. Rerun the command to resume.", file=sys.stderr)
-            sys.exit(128 + stopped.number)  # exit status of a process that was terminated by this signal
+            _exit(stopped, loop.saved)
+
+
+def _exit(stopped: Stopped, saved: int) -> NoReturn:
+    if hosts.is_first():
+        kept = f"Saved after step {saved}" if saved else "No step was completed"
+        print(f"{stopped}: {kept}. Rerun the command to resume.", file=sys.stderr)
+    sys.exit(128 + stopped.number)  # exit status of a process that was terminated by this signal
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ import pytest
 from configs import polynomial
 from poly_epo_jax.config.keys import HostsSection
 from poly_epo_jax.doctor import __main__ as doctor, collectives, machine
-from poly_epo_jax.doctor.runner import CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
+from poly_epo_jax.doctor.runner import CheckResult, CheckRunner, DoctorCheck, Failed, Finding, RunContext, Skipped
 from poly_epo_jax.model.attention import IMPLEMENTATIONS, self_check
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.read_config import read_config
@@ -230,9 +230,10 @@ def test_a_step_far_below_its_roofline_fails_unless_it_is_tiny(seconds, bound, s
 def test_sigterm_leaves_the_finished_checks_and_names_the_interrupted_one(tmp_path, monkeypatch, capsys):
     ended = threading.Event()
 
-    def interrupted(run):
+    def interrupted(run: RunContext) -> CheckResult:
         os.kill(os.getpid(), signal.SIGTERM)
         ended.wait()
+        return "interrupted", {}
 
     waits = DoctorCheck("decoding", interrupted, 600.0, "do this", needs_mesh=False)
     monkeypatch.setattr(doctor, "CHECKS", (returns(Finding("devices", "passed", "fine")), waits, returns()))
