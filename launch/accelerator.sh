@@ -10,7 +10,7 @@
 #   SMALL=1 bash launch/accelerator.sh                    rehearses the command with tiny sizes, on any machine
 #
 # The command uses .venv if it exists, and otherwise the first Python with JAX. PYTHON=... selects another interpreter.
-# Wheels are installed into the output folder. The environment of the interpreter is not changed.
+# Wheels are installed into FOLDER/packages. The environment of the interpreter is not changed.
 source "$(dirname "$0")/help.sh"
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -59,10 +59,11 @@ done
 [ -n "$python" ] || fail "no Python with JAX was found; install the package (docs/how_to/install.md), or set PYTHON=..."
 mkdir -p "$output" 2>/dev/null || fail "$output cannot be created; choose another folder."
 output=$(cd "$output" && pwd)
-[ -z "$wheels" ] || add_missing "$wheels" "$output/packages"
+[ -z "$wheels" ] || wheels=$(cd "$wheels" && pwd) || exit
+[ -z "$wheels" ] || add_missing "$wheels" "$wheels/packages"
 
 # All processes share compiled programs. Their working folder is the output folder.
-export PYTHONPATH=$PWD:$output/packages${PYTHONPATH:+:$PYTHONPATH} JAX_COMPILATION_CACHE_DIR=$output/runs/compiled
+export PYTHONPATH=$PWD${wheels:+:$wheels/packages}${PYTHONPATH:+:$PYTHONPATH} JAX_COMPILATION_CACHE_DIR=$output/runs/compiled
 CARD=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null) || CARD=''
 export CARD HF_HUB_OFFLINE=1 JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
 if [ -z "${SMALL:-}" ]; then

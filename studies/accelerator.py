@@ -2,7 +2,8 @@
 
 Primary endpoint: pass@64 on the held-out problems after the last step, difference of Poly-EPO and GRPO paired by seed.
 
-    bash launch/accelerator.sh --stages=compare
+    bash launch/accelerator.sh --stages compare
+    python -m poly_epo_jax.study studies/accelerator.py
 """
 
 from poly_epo_jax.study import PAPER_METHODS, Evaluation, Study, StudyTask

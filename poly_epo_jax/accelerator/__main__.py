@@ -27,7 +27,8 @@ from rich.console import Console
 from poly_epo_jax.accelerator.figures import show
 from poly_epo_jax.accelerator.stages import Measurement, Stage, make_stages
 from poly_epo_jax.system.json_files import read_object, write_json
-from poly_epo_jax.system.signals import Stopped, StopSignal
+from poly_epo_jax.system.output_folder import claim_folder
+from poly_epo_jax.system.signals import Stopped, StopSignal, exit_code
 from poly_epo_jax.system.versions import versions
 
 SCHEMA = 1  # version of the format of summary.json
@@ -125,17 +126,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     summary = {"schema": SCHEMA, "card": os.environ.get("CARD", ""), "versions": versions(), "small": is_small}
-    try:
-        asyncio.run(
-            run_stages([stages[name] for name in options.stages], options.output, 60 * options.minutes, summary)
-        )
-    except Stopped as stopped:
-        return 128 + stopped.number
-    finally:
-        show(summary["stages"], Console(width=max(Console().width, 120)))
-        print(f"Written to {options.output / 'summary.json'}.")
-    done = {name for name, row in summary["stages"].items() if row["status"] in ("passed", "skipped")}
-    return next((10 + [*stages].index(name) + 1 for name in options.stages if name not in done), 0)
+
+    def work() -> int:
+        selected = [stages[name] for name in options.stages]
+        with claim_folder(options.output, "accelerator check"):
+            try:
+                asyncio.run(run_stages(selected, options.output, 60 * options.minutes, summary))
+            except Stopped as stopped:
+                return 128 + stopped.number
+            finally:
+                if "stages" in summary:
+                    show(summary["stages"], Console(width=max(Console().width, 120)))
+                    print(f"Written to {options.output / 'summary.json'}.")
+        done = {name for name, row in summary["stages"].items() if row["status"] in ("passed", "skipped")}
+        return next((10 + [*stages].index(name) + 1 for name in options.stages if name not in done), 0)
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
 
     async def cluster():
         with clock.stage("judge"), user_code(judge, "cluster", group.problem.id):
-            return checked_clustering(judge, group, await judge.cluster(group))
+            found = await judge.cluster(group)
+        return checked_clustering(judge, group, found)
 
     rewards, clustering = await asyncio.gather(score(), cluster())
     correct = rewards >= minimum_correct(task)

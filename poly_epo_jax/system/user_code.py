@@ -34,7 +34,7 @@ def user_code(component: object, method: str, problem: str) -> Iterator[None]:
             file.write("".join(traceback.format_exception(error)))
         raise UserCodeError(
             f"{type(component).__name__}.{method} raised {type(error).__name__} for problem {problem!r}"
-            f"{user_line(error)}: {error}. The traceback is in {file.name}."
+            f"{user_line(error)}: {str(error).rstrip('.')}. The traceback is in {file.name}."
         ) from error
 
 

@@ -166,6 +166,15 @@ def test_the_exit_code_is_that_of_the_first_stage_that_failed(tmp_path: Path, mo
     assert "invalid choice: 'd'" in capsys.readouterr().err
 
 
+def test_a_folder_with_other_files_is_rejected(tmp_path: Path, capsys):
+    """Its folders with the names of stages, such as `tests`, would otherwise be deleted."""
+    mine = tmp_path / "tests" / "mine.py"
+    mine.parent.mkdir()
+    mine.touch()
+    assert command.main(["--output", str(tmp_path)]) == 2
+    assert "contains 'tests'" in capsys.readouterr().err and mine.exists()
+
+
 def test_a_plan_that_does_not_fit_is_recognized():
     config = polaris.get_config("h100x1")
     config.model.path = "Qwen/Qwen3-32B"

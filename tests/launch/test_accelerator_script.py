@@ -39,7 +39,7 @@ def test_only_missing_packages_are_installed_without_an_index(tmp_path: Path):
     for _ in range(2):  # The second call finds the package.
         ended = script("--wheels", str(wheels), f"--output={output}", "--help")
         assert ended.returncode == 0 and "--stages" in ended.stdout, ended.stderr
-        assert {path.name for path in (output / "packages").glob("*.py")} == {"surely_missing.py"}
+        assert {path.name for path in (wheels / "packages").glob("*.py")} == {"surely_missing.py"}
 
 
 def test_an_interpreter_without_jax_is_rejected(tmp_path: Path):
