@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from poly_epo_jax.metrics.diversity import degenerate_share
-from poly_epo_jax.metrics.evaluation import problem_values
+from poly_epo_jax.metrics.evaluation import MEAN_REWARD, problem_values
 from poly_epo_jax.metrics.logged import held_out
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.grading import (
@@ -68,6 +68,7 @@ async def evaluate_held_out(
     if isinstance(task, Interactive):
         metrics["environment_failed_problems"] = float(len(drawn) - len(graded))
     values = problem_values(arrays, curves=False)
+    values.pop(MEAN_REWARD, None)  # "reward" is logged in all cases
     if with_clusters := clustered(graded):
         clusters = cluster_ids(with_clusters)
         values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)

@@ -14,15 +14,15 @@ from jaxtyping import Float, Shaped
 
 from poly_epo_jax.metrics.diversity import correct_clusters, incorrect_clusters
 from poly_epo_jax.metrics.intervals import ROUNDING
-from poly_epo_jax.metrics.majority import answer_entropy, majority_at_k
-from poly_epo_jax.metrics.pass_at_k import pass_at_k
+from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, majority_at_k
+from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
 from poly_epo_jax.registry import Registry
 
-PASS, CORRECT_CLUSTERS = "pass", "correct_clusters"
+PASS, MEAN_REWARD, CORRECT_CLUSTERS = "pass", "mean_reward", "correct_clusters"
 MAJORITY_ACCURACY, MAJORITY_VOTE_SHARE = "majority_accuracy", "majority_vote_share"
 
-ARRAYS = ("rewards", "correct", "answers", "clusters", "lengths")
-"""Arrays that a metric can read. Evaluations during training have `rewards`, `correct` and `clusters` only."""
+ARRAYS = ("rewards", "graded_rewards", "correct", "answers", "clusters", "lengths")
+"""Arrays that a metric can read. Evaluations during training have rewards, `correct` and `clusters` only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,11 @@ class EvaluationMetric:
 
     Attributes:
       function: Function that maps arrays of P problems to values [P]. Its parameters select the arrays, each of shape
-        [P, m]: `rewards`, `correct` (bool), `answers` (ids, see `majority_at_k`), `clusters` (ids) and `lengths`
-        (tokens). Functions of `clusters` only receive the problems that have a clustering. If the function also has a
-        parameter `k`, the metric is computed for several k.
+        [P, m]: `rewards`, `correct` (bool), `answers` (ids, see `majority_at_k`), `clusters` (ids), `lengths`
+        (tokens), and `graded_rewards`, the rewards of an evaluation in which some are neither 0 nor 1. A metric is
+        omitted if the evaluation does not have its arrays; `answers` exist if some generation has an answer. Functions
+        of `clusters` only receive the problems that have a clustering. If the function also has a parameter `k`, the
+        metric is computed for several k.
       title: Name in tables and figures. `{k}` is replaced by k.
       meaning: One sentence that defines the metric. `{k}` is replaced by k.
       digits: Number of decimals in tables.
@@ -89,6 +91,18 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             "Probability that at least one of {k} generations of a problem is correct.",
             is_fraction=True,
             every_k=True,
+        ),
+        MEAN_REWARD: EvaluationMetric(
+            lambda graded_rewards: graded_rewards.mean(axis=1),
+            "mean reward",
+            "Mean reward of a generation. Omitted if all rewards are 0 or 1: it then equals pass@1.",
+            is_fraction=True,
+        ),
+        "best_reward": EvaluationMetric(
+            lambda graded_rewards, k: best_of_k(graded_rewards, k),
+            "best of {k}",
+            "Expected largest reward of {k} generations. Omitted if all rewards are 0 or 1: it then equals pass@{k}.",
+            is_fraction=True,
         ),
         MAJORITY_ACCURACY: EvaluationMetric(
             lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[0],
@@ -189,6 +203,10 @@ def problem_values(
         [0, 1], or if two metrics have the same name.
     """
     num_problems, num_generations = arrays["correct"].shape
+    if "rewards" in arrays and not np.isin(arrays["rewards"], (0, 1)).all():
+        arrays = {**arrays, "graded_rewards": arrays["rewards"]}
+    if "answers" in arrays and (arrays["answers"] == NO_ANSWER).all():
+        arrays = {name: array for name, array in arrays.items() if name != "answers"}
     values: dict[str, np.ndarray] = {}
     for stem, metric in EVALUATION_METRICS.items():
         read = metric.parameters - {"k"}
@@ -213,6 +231,16 @@ def problem_values(
                 )
             values[name] = found
     return values
+
+
+def omitted_metrics(names: Collection[str]) -> str:
+    """Returns a sentence about metrics that an evaluation omits, or an empty string.
+
+    Args:
+      names: Names of the computed metrics.
+    """
+    has_votes = any(split(name)[0] == MAJORITY_ACCURACY for name in names)
+    return "" if has_votes else "Majority voting is omitted, because no response has an answer (`answer` of the task)."
 
 
 def table_columns(names: Iterable[str], table: str) -> dict[str, EvaluationMetric]:

@@ -1,4 +1,4 @@
-"""pass@k: the probability that at least one of k generations is correct."""
+"""pass@k, the probability that one of k generations is correct, and the expected best reward of k generations."""
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -26,3 +26,21 @@ def pass_at_k(num_generations: int, num_correct: Int[np.ndarray, " P"], k: int) 
     rest = num_generations - np.arange(num_generations)
     none_correct = np.cumprod(np.concatenate([[1.0], np.maximum(rest - k, 0) / rest]))
     return 1 - none_correct[num_correct]
+
+
+def best_of_k(rewards: Float[np.ndarray, "P m"], k: int) -> Float[np.ndarray, " P"]:
+    """Returns the unbiased estimate of the expected largest reward among k generations.
+
+    This is the mean of the largest reward over all C(m, k) subsets. For rewards 0 and 1, it equals pass@k.
+
+    Args:
+      rewards: Rewards of the m generations of each of P problems.
+      k: Number of generations that are drawn, at most m.
+
+    Raises:
+      ValueError: If not 1 <= k <= m.
+    """
+    num_generations = rewards.shape[1]
+    # A subset has its largest reward among the i smallest rewards if it contains none of the m - i others.
+    in_smallest = 1 - pass_at_k(num_generations, np.arange(num_generations, -1, -1), k)
+    return np.sort(rewards, axis=1) @ np.diff(in_smallest)

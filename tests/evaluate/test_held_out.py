@@ -113,8 +113,11 @@ def test_metrics_are_means_over_all_subsets(size: int):
         "eval/degenerate_fraction": np.mean([text[0] == "?" for text in everything]),
         "eval/judge_failed_problems": 0,
     }
+    is_graded = any(text[1:] not in ("0", "10") for text in everything)
+    best = {"best_reward": lambda subset: max(int(text[1:]) / 10 for text in subset)} if is_graded else {}
     for k in [k for k in (1, 2, 4) if k <= size]:
         for name, worth in {
+            **best,
             "pass": lambda subset: any(text[1:] == "10" for text in subset),
             "correct_clusters": lambda subset: distinct(subset, True),
             "incorrect_clusters": lambda subset: distinct(subset, False),

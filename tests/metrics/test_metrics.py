@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, distinct_clusters, incorrect_clusters
-from poly_epo_jax.metrics.pass_at_k import pass_at_k
+from poly_epo_jax.metrics.evaluation import omitted_metrics, problem_values
+from poly_epo_jax.metrics.majority import NO_ANSWER
+from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
 
 
 @pytest.mark.parametrize("k", range(1, 7))
@@ -86,3 +88,29 @@ def test_correct_and_incorrect_clusters_exclude_degenerate_responses(k):
             mean = np.mean([len({clusters[prompt, i] for i in subset if i in counted}) for subset in subsets])
             assert function(clusters, correct, k)[prompt] == pytest.approx(mean)
     assert degenerate_share(clusters) == 3 / 8
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 7])
+def test_best_of_k_is_the_mean_over_all_subsets(k: int):
+    rewards = np.random.default_rng(k).choice([0.0, 0.25, 0.3, 0.7, 1.0], (6, 7))
+    expected = [np.mean([max(subset) for subset in itertools.combinations(row, k)]) for row in rewards]
+    np.testing.assert_allclose(best_of_k(rewards, k), expected, rtol=1e-12)
+    correct = rewards == 1.0
+    np.testing.assert_allclose(best_of_k(correct.astype(float), k), pass_at_k(7, correct.sum(axis=1), k), atol=1e-12)
+
+
+def test_graded_rewards_have_their_own_metrics():
+    correct = np.array([[True, False], [False, False]])
+    binary = problem_values({"rewards": correct.astype(np.float32), "correct": correct})
+    graded = problem_values({"rewards": np.array([[1.0, 0.5], [0.25, 0.75]]), "correct": correct})
+    assert not {"mean_reward", "best_reward@1"} & binary.keys() and binary["pass@1"].tolist() == [0.5, 0.0]
+    assert graded["mean_reward"].tolist() == [0.75, 0.5] and graded["best_reward@2"].tolist() == [1.0, 0.75]
+
+
+def test_majority_is_omitted_without_answers():
+    correct = np.array([[True, False]])
+    without = problem_values({"correct": correct, "answers": np.full((1, 2), NO_ANSWER)})
+    some = problem_values({"correct": correct, "answers": np.array([[0, NO_ANSWER]])})
+    assert "majority_accuracy@2" in some and not omitted_metrics(some)
+    assert not any(name.startswith(("majority", "answer")) for name in without)
+    assert "no response has an answer" in omitted_metrics(without)

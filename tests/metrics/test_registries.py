@@ -103,7 +103,7 @@ def test_a_fraction_outside_its_range_is_rejected(registered, value: float):
 def test_fractions_are_declared():
     """All values of these metrics lie in [0, 1] by definition, so their intervals do not have zero width at 0 and 1."""
     fractions = {name for name, metric in EVALUATION_METRICS.items() if metric.is_fraction}
-    assert fractions == {"pass", "majority_accuracy", "majority_vote_share", "solved"}
+    assert fractions == {"pass", "mean_reward", "best_reward", "majority_accuracy", "majority_vote_share", "solved"}
 
 
 def test_a_metric_can_return_a_list_or_booleans(registered):
