@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -17,6 +18,7 @@ from poly_epo_jax.metrics.intervals import ROUNDING
 from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, majority_at_k
 from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
 from poly_epo_jax.registry import Registry
+from poly_epo_jax.system.user_code import user_line
 
 PASS, MEAN_REWARD, CORRECT_CLUSTERS = "pass", "mean_reward", "correct_clusters"
 MAJORITY_ACCURACY, MAJORITY_VOTE_SHARE = "majority_accuracy", "majority_vote_share"
@@ -199,8 +201,8 @@ def problem_values(
       Values [P] by name, such as `pass@8`.
 
     Raises:
-      ValueError: If a metric does not return a finite value for each problem, if a value of a fraction is not in
-        [0, 1], or if two metrics have the same name.
+      ValueError: If a metric raises an exception or does not return a finite value for each problem, if a value of a
+        fraction is not in [0, 1], or if two metrics have the same name.
     """
     num_problems, num_generations = arrays["correct"].shape
     if "rewards" in arrays and not np.isin(arrays["rewards"], (0, 1)).all():
@@ -217,20 +219,33 @@ def problem_values(
         for k in metric.sizes(ks):
             if (name := at(stem, k)) in values:
                 raise ValueError(f"Two evaluation metrics are named {name!r}; register {stem!r} under another name.")
-            found = np.asarray(metric.function(**given, **({} if k is None else {"k": k})))
-            is_numeric = found.dtype.kind in "biuf"
-            if found.shape != (num_problems,) or not is_numeric or not np.isfinite(found).all():
-                raise ValueError(
-                    f"The function of the evaluation metric {stem!r} must return a finite value for each of the "
-                    f"{num_problems} problems; correct it."
-                )
-            if metric.is_fraction and np.any(np.abs(found - 0.5) > 0.5 + ROUNDING):
-                raise ValueError(
-                    f"The evaluation metric {stem!r} has a value outside [0, 1]; correct its function, or remove "
-                    "is_fraction=True."
-                )
-            values[name] = found
+            values[name] = _values(stem, metric, given | ({} if k is None else {"k": k}), num_problems)
     return values
+
+
+def _values(
+    stem: str, metric: EvaluationMetric, arguments: Mapping[str, Any], num_problems: int
+) -> Float[np.ndarray, " P"]:
+    """Calls the function of a metric, and checks its values [P]."""
+    try:
+        found = np.asarray(metric.function(**arguments))
+    except Exception as error:
+        if not (line := user_line(error)):
+            raise
+        raise ValueError(
+            f"The function of the evaluation metric {stem!r} raised {type(error).__name__}{line}: {error}; correct it."
+        ) from error
+    if found.shape != (num_problems,) or found.dtype.kind not in "biuf" or not np.isfinite(found).all():
+        raise ValueError(
+            f"The function of the evaluation metric {stem!r} must return a finite value for each of the {num_problems} "
+            "problems; correct it."
+        )
+    if metric.is_fraction and np.any(np.abs(found - 0.5) > 0.5 + ROUNDING):
+        raise ValueError(
+            f"The evaluation metric {stem!r} has a value outside [0, 1]; correct its function, or remove "
+            "is_fraction=True."
+        )
+    return found
 
 
 def omitted_metrics(names: Collection[str]) -> str:

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import re
+import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -68,6 +71,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         title = f"{folder}: {method}" if method else str(folder)
         self._progress = TrainingProgress(total_steps, max(resume_step, 0), title)
         self._unpublished: Metrics = {}
+        self._num_failed = Counter[str]()
         self._tables: dict[str, Any] = {}
 
     def show_stages(self, timeline: Timeline) -> None:
@@ -110,7 +114,8 @@ class Tracker(AbstractContextManager["Tracker"]):
     def publish(self, step: int) -> None:
         """Sends everything that was logged since the last call to TensorBoard, the loggers and the progress display.
 
-        The rows of the run folder are written before, so that an error here does not lose them.
+        The rows of the run folder are written before, so that an error here does not lose them. A logger that raises an
+        exception does not end the run.
         """
         values, self._unpublished = self._unpublished, {}
         tables, self._tables = self._tables, {}
@@ -118,14 +123,30 @@ class Tracker(AbstractContextManager["Tracker"]):
         with run_folder.writing(self._folder):
             self._write_event(Event(step=step, summary=Summary(value=scalars)))
         for module, logger in self._loggers.items():
-            logger.log({**values, **(tables if module == "wandb" else {})}, step=step)
+            try:
+                logger.log({**values, **(tables if module == "wandb" else {})}, step=step)
+            except Exception as error:  # such as a network error, which must not end the run
+                self._report_failure(module, step, error)
         self._progress.show(step, values)
+
+    def _report_failure(self, module: str, step: int, error: Exception) -> None:
+        """Prints a warning for the 1st, 10th, 100th, ... step that a logger did not accept."""
+        self._num_failed[module] += 1
+        if re.fullmatch("10*", count := str(self._num_failed[module])):
+            print(
+                f"Warning: {module} did not accept step {step} ({count} failed so far): {type(error).__name__}: "
+                f"{error}. The run continues; {self._folder} contains all rows.",
+                file=sys.stderr,
+            )
 
     def close(self) -> None:
         """Closes the progress display, the loggers and the TensorBoard file."""
         self._progress.close()
-        for logger in self._loggers.values():
-            logger.finish()
+        for module, logger in self._loggers.items():
+            try:
+                logger.finish()
+            except Exception as error:
+                print(f"Warning: {module} did not finish: {type(error).__name__}: {error}.", file=sys.stderr)
         with run_folder.writing(self._folder):
             self._events.close()
 

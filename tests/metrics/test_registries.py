@@ -1,5 +1,6 @@
 """The registries of metrics: names, titles, and the values that registered functions compute."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -109,6 +110,12 @@ def test_fractions_are_declared():
 def test_a_metric_can_return_a_list_or_booleans(registered):
     registered(lambda correct: correct.any(axis=1).tolist())
     assert problem_values(ARRAYS)["mine"].tolist() == [True] * 3
+
+
+def test_a_metric_that_raises_is_named_with_its_line(registered):
+    registered(lambda correct: correct / "text")
+    with pytest.raises(ValueError, match=rf"metric 'mine' raised \w+ at {re.escape(__file__)}:\d+: "):
+        problem_values(ARRAYS)
 
 
 def test_two_metrics_with_the_same_name_are_rejected(registered, monkeypatch: pytest.MonkeyPatch):

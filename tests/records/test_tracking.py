@@ -251,6 +251,22 @@ def test_wandb_gets_generations_as_a_table(tmp_path: Path, monkeypatch: pytest.M
     assert read_rows(tmp_path / "run" / "generations.jsonl") == [{"step": 2, **row} for row in ROWS]
 
 
+def test_a_logger_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def fails(*arguments, **options):
+        raise ConnectionError("no route")
+
+    run = types.SimpleNamespace(log=fails, finish=fails)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: run))
+    with Tracker(tmp_path / "run", CONFIG, total_steps=12, resume_step=-1, projects={"wandb": "p"}) as tracker:
+        for step in range(1, 13):
+            tracker.log(step, {"reward": 0.5})
+            tracker.publish(step)
+    first, tenth, finish = capsys.readouterr().err.splitlines()
+    assert "wandb did not accept step 1 (1 failed" in first and "ConnectionError: no route" in first
+    assert "step 10 (10 failed" in tenth and "did not finish" in finish
+    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 12
+
+
 def test_wandb_accepts_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
