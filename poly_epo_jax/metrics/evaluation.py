@@ -223,9 +223,7 @@ def problem_values(
     return values
 
 
-def _values(
-    stem: str, metric: EvaluationMetric, arguments: Mapping[str, Any], num_problems: int
-) -> Float[np.ndarray, " P"]:
+def _values(stem: str, metric: EvaluationMetric, arguments: Mapping[str, Any], num_problems: int) -> np.ndarray:
     """Calls the function of a metric, and checks its values [P]."""
     try:
         found = np.asarray(metric.function(**arguments))
