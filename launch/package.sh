@@ -22,4 +22,4 @@ cd "$folder"
 export PATH=$folder/base/bin:$PATH
 poly-epo explain --rewards 1,1,1,1,1,1,0,0 --strategies A,A,A,A,A,B,A,C
 if output=$(poly-epo train --config=polynomial 2>&1); then fail "training succeeded without the extra train."; fi
-[[ $output == "Error: "*"pip install 'poly-epo-jax[train]'"* ]] || fail "training failed with another error: $output"
+[[ $output == "Error: "*"pip install 'poly-epo-jax[train] @ file://"*".whl'"* ]] || fail "training failed with another error: $output"
