@@ -290,7 +290,7 @@ class Experience:
         if too_old:
             numbers["data/too_old_length"] = mean_length(too_old)
         failures = Counter(failure.kind for failure in environment_failures(graded))
-        if isinstance(self.task, Interactive):
+        if isinstance(self.task, Interactive) or failures:
             numbers["environment/failed_prompts"] = failures.total()
         numbers |= {f"environment/failed/{kind}": count for kind, count in failures.items()}
         counts |= {name: float(number) for name, number in numbers.items()}

@@ -116,11 +116,12 @@ class EpisodeFailure(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentFailure:
-    """The reason why a group has no generations: an episode failed repeatedly.
+    """The reason why a group has no generations: an episode failed repeatedly, or the reward of a user failed.
 
     Attributes:
       kind: One word, under which the failure is counted in the metrics: "failed" for `EpisodeFailure`, "raised" for
-        other exceptions, and "late" for a method that exceeded `rollouts.turn_timeout_seconds`.
+        other exceptions, and "late" for a method that exceeded `rollouts.turn_timeout_seconds` or
+        `rollouts.grading_timeout_seconds`.
       reason: One sentence that describes the failure.
     """
 

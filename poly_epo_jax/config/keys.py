@@ -143,6 +143,9 @@ class RolloutsSection(Section, name="rollouts"):
     max_concurrent: int = key(
         512, "maximum number of concurrent generations (with servers, per server or router worker)", Range(1, 10**6)
     )
+    grading_timeout_seconds: float = key(
+        600.0, "timeout in seconds of an own reward on all responses of a prompt, and of an own judge", SECONDS
+    )
     turn_timeout_seconds: float = key(
         60.0, "timeout in seconds of each call of an environment, for tasks with episodes", SECONDS
     )

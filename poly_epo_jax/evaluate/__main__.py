@@ -256,8 +256,9 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     limits = (longest, config.model.stop_strings, policy.config.vocab_size)
+    timeouts = config.rollouts.turn_timeout_seconds, config.rollouts.grading_timeout_seconds
     warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)
-    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, config.rollouts.turn_timeout_seconds)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, *timeouts)
 
 
 def _names(text: str) -> list[str]:

@@ -68,12 +68,14 @@ async def draw_generations(
     failures = []
     if missing:
         groups = rollouts.generate(missing, num_generations, sampling)
-        failures = environment_failures(await grade_groups(groups, missing, task, judge, write))
+        limit = rollouts.grading_timeout_seconds
+        graded = await grade_groups(groups, missing, task, judge, write, timeout_seconds=limit)
+        failures = environment_failures(graded)
     # Problems complete in arbitrary order. Sorting makes the file independent of this order.
     sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
     if failures:
         raise EpisodeError(
-            f"The environment failed on {len(failures)} of {len(problems)} problems, for example: "
+            f"The environment or reward failed on {len(failures)} of {len(problems)} problems, for example: "
             f"{failures[0].reason}. Rerun the command to evaluate these problems."
         )
 

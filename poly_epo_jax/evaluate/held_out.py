@@ -58,14 +58,15 @@ async def evaluate_held_out(
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
-    groups = rollouts.generate(own, num_generations, sampling)
-    shares = await hosts.gather((stop or StopSignal()).run_interruptible(grade_groups(groups, own, task, judge)))
+    groups, limit = rollouts.generate(own, num_generations, sampling), rollouts.grading_timeout_seconds
+    grading = grade_groups(groups, own, task, judge, timeout_seconds=limit)
+    shares = await hosts.gather((stop or StopSignal()).run_interruptible(grading))
     drawn = [group for share in shares for group in share]
     check_failed_environments(drawn, 1.0)
     graded = complete_groups(drawn)
     arrays = _arrays(graded)
     metrics = {"reward": float(arrays["rewards"].mean()), "judge_failed_problems": float(len(judge_failures(graded)))}
-    if isinstance(task, Interactive):
+    if isinstance(task, Interactive) or len(drawn) > len(graded):
         metrics["environment_failed_problems"] = float(len(drawn) - len(graded))
     values = problem_values(arrays, curves=False)
     values.pop(MEAN_REWARD, None)  # "reward" is logged in all cases

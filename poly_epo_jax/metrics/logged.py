@@ -283,14 +283,15 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         # Failures and retries.
         "environment/failed_prompts": LoggedMetric(
             "Environment failures",
-            "Number of the step's prompts on which the environment failed, which are not trained on.",
+            "Number of the step's prompts on which the environment or an own reward failed. They are not trained on.",
             "Above `rollouts.max_failed_fraction` of the prompts: the run stops.",
             fallback=True,
         ),
         "environment/failed/*": LoggedMetric(
             "Environment failures by kind",
-            "Number of the step's prompts on which the environment failed in this way.",
-            "`late`: increase `rollouts.turn_timeout_seconds`. `raised`: correct the environment.",
+            "Number of the step's prompts on which the environment or an own reward failed in this way.",
+            "`late`: increase `rollouts.turn_timeout_seconds`, or `rollouts.grading_timeout_seconds` for rewards. "
+            "`raised`: correct the environment or reward.",
         ),
         "environment/retries": LoggedMetric(
             "Repeated episodes", "Number of episodes that were repeated because the environment failed.", fallback=True

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +18,7 @@ from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.progress import TrainingProgress
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.system.json_files import append_rows, replace_file
+from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.types import Metrics
 
 WANDB_COLUMNS = ("prompt", "response", "reward", "cluster", "advantage")
@@ -71,7 +70,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         title = f"{folder}: {method}" if method else str(folder)
         self._progress = TrainingProgress(total_steps, max(resume_step, 0), title)
         self._unpublished: Metrics = {}
-        self._num_failed = Counter[str]()
         self._tables: dict[str, Any] = {}
 
     def show_stages(self, timeline: Timeline) -> None:
@@ -126,18 +124,12 @@ class Tracker(AbstractContextManager["Tracker"]):
             try:
                 logger.log({**values, **(tables if module == "wandb" else {})}, step=step)
             except Exception as error:  # such as a network error, which must not end the run
-                self._report_failure(module, step, error)
+                warn_repeatedly(
+                    f"{module} of {self._folder}",
+                    f"{module} did not accept step {step}: {type(error).__name__}: {error}. The run continues; "
+                    f"{self._folder} contains all rows.",
+                )
         self._progress.show(step, values)
-
-    def _report_failure(self, module: str, step: int, error: Exception) -> None:
-        """Prints a warning for the 1st, 10th, 100th, ... step that a logger did not accept."""
-        self._num_failed[module] += 1
-        if re.fullmatch("10*", count := str(self._num_failed[module])):
-            print(
-                f"Warning: {module} did not accept step {step} ({count} failed so far): {type(error).__name__}: "
-                f"{error}. The run continues; {self._folder} contains all rows.",
-                file=sys.stderr,
-            )
 
     def close(self) -> None:
         """Closes the progress display, the loggers and the TensorBoard file."""

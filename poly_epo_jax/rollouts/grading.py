@@ -12,8 +12,9 @@ from jaxtyping import Int
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
-from poly_epo_jax.system.daemon_thread import in_daemon_thread
-from poly_epo_jax.system.user_code import user_code
+from poly_epo_jax.system.daemon_thread import in_daemon_thread, num_abandoned_threads
+from poly_epo_jax.system.repeated_warnings import warn_repeatedly
+from poly_epo_jax.system.user_code import UserCodeError, is_own, user_code
 from poly_epo_jax.types import (
     Clustering,
     EnvironmentFailure,
@@ -25,6 +26,9 @@ from poly_epo_jax.types import (
     Rewarded,
     Task,
 )
+
+MAX_ABANDONED = 8
+"""Number of rewards that have not returned within their time limit after which a run stops."""
 
 
 class JudgeError(RuntimeError):
@@ -42,8 +46,12 @@ async def grade_groups(
     judge: Judge,
     then: Callable[[GradedGroup], Awaitable[None]] | None = None,
     clock: StageClock | None = None,
+    timeout_seconds: float = 600.0,
 ) -> list[GradedGroup]:
     """Grades and judges each group as soon as it is complete.
+
+    If a user's reward raises an exception or exceeds the time limit, the group counts as one whose environment failed:
+    it has no rewards, and is left out of updates and metrics. If a user's judge does so, it has failed on the group.
 
     Args:
       groups: Groups in the order in which their generations complete.
@@ -53,20 +61,22 @@ async def grade_groups(
       then: Function that is called with each graded group whose environment has not failed. If None, nothing is
         called.
       clock: Records when groups were generated, graded or judged. If None, a new clock is used.
+      timeout_seconds: Maximum time in seconds of a user's reward or judge on a group. Rewards and judges of this
+        package have limits of their own.
 
     Returns:
       The graded groups. Groups whose environment failed are not graded, and have no rewards.
 
     Raises:
       ValueError: If the task or the judge returns an invalid value.
-      UserCodeError: If the task or the judge raises an exception.
+      EpisodeError: If `MAX_ABANDONED` calls of a reward have not returned, because threads cannot be stopped.
     """
     clock = clock or StageClock()
     running = []
     try:
         with clock.stage("generate"):
             async for group in groups:
-                running.append(asyncio.create_task(_grade(group, task, judge, clock, then)))
+                running.append(asyncio.create_task(_grade(group, task, judge, clock, then, timeout_seconds)))
         graded = await asyncio.gather(*running)
     finally:
         for grading in running:
@@ -76,21 +86,28 @@ async def grade_groups(
     return graded
 
 
-async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then: Any) -> GradedGroup:
+async def _grade(
+    group: Group, task: Task, judge: Judge, clock: StageClock, then: Any, timeout_seconds: float
+) -> GradedGroup:
     if group.failure is not None:
-        return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
+        return _failed(group)
 
-    async def score() -> np.ndarray:
+    async def score() -> np.ndarray | tuple[str, str]:
         with clock.stage("grade"):
-            rewards = await in_daemon_thread(lambda: _rewards(task, group))
-        return checked_rewards(task, group.problem, rewards)
+            work = in_daemon_thread(lambda: _rewards(task, group))
+            rewards = await _limited(work, task, "reward", group.problem, timeout_seconds)
+        return rewards if isinstance(rewards, tuple) else checked_rewards(task, group.problem, rewards)
 
-    async def cluster():
-        with clock.stage("judge"), user_code(judge, "cluster", group.problem.id):
-            found = await judge.cluster(group)
-        return checked_clustering(judge, group, found)
+    async def cluster() -> Any:
+        with clock.stage("judge"):
+            found = await _limited(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
+        return checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, tuple) else found)
 
     rewards, clustering = await asyncio.gather(score(), cluster())
+    if isinstance(rewards, tuple):
+        if (count := num_abandoned_threads()) >= MAX_ABANDONED:
+            raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {rewards[1]}")
+        return _failed(dataclasses.replace(group, generations=(), failure=EnvironmentFailure(*rewards)))
     correct = rewards >= minimum_correct(task)
     for index, generation in enumerate(group.generations):
         if generation.outcome is not None and generation.outcome.correct is not None:
@@ -101,13 +118,39 @@ async def _grade(group: Group, task: Task, judge: Judge, clock: StageClock, then
     return graded
 
 
+def _failed(group: Group) -> GradedGroup:
+    return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
+
+
+async def _limited(work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float) -> Any:
+    """Returns the result of a call of a component.
+
+    If a user has defined the component and the call raises an exception or exceeds the time limit, returns a tuple of
+    the kind and the reason of the failure.
+    """
+    limit = asyncio.timeout(timeout_seconds if is_own(component) else None)
+    name = f"{type(component).__name__}.{method}"
+    try:
+        async with limit:
+            with user_code(component, method, problem.id):
+                return await work
+    except UserCodeError as error:
+        kind, reason = "raised", str(error)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        late = f"did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}"
+        kind, reason = "late", f"{name} of problem {problem.id!r} {late}."
+    warn_repeatedly(name, reason)
+    return kind, reason
+
+
 def _rewards(task: Task, group: Group) -> list[Any]:
     outcomes = [generation.outcome for generation in group.generations if generation.outcome is not None]
     if outcomes:
         return [outcome.reward for outcome in outcomes]
     assert isinstance(task, Rewarded)
-    with user_code(task, "reward", group.problem.id):
-        return [task.reward(group.problem, generation) for generation in group.generations]
+    return [task.reward(group.problem, generation) for generation in group.generations]
 
 
 def complete_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
@@ -190,7 +233,7 @@ def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction
     failures = environment_failures(graded)
     if failures and (len(failures) > max_failed_fraction * len(graded) or len(failures) == len(graded)):
         raise EpisodeError(
-            f"The environment failed on {len(failures)} of {len(graded)} prompts, but at most "
+            f"The environment or reward failed on {len(failures)} of {len(graded)} prompts, but at most "
             f"rollouts.max_failed_fraction={max_failed_fraction:g} of them, and not all, may fail. "
             f"{_most_frequent(failures)}"
         )

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.rollouts.text_encoding import replace_unencodable
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
+from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.system.text import SURROGATE
 from poly_epo_jax.types import (
@@ -64,6 +64,7 @@ class Rollouts:
       vocab_size: Number of rows of the policy's embedding. Token ids outside the range 0 to `vocab_size - 1` in
         prompts, replies and completions raise an error. The default exceeds the size of every vocabulary.
       turn_timeout_seconds: Maximum time in seconds of each call of an environment.
+      grading_timeout_seconds: Maximum time in seconds of a user's reward or judge, see `grading.grade_groups`.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class Rollouts:
         stop_strings: Sequence[str] = (),
         vocab_size: int = np.iinfo(np.int32).max,
         turn_timeout_seconds: float = 60.0,
+        grading_timeout_seconds: float = 600.0,
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+        self.grading_timeout_seconds = grading_timeout_seconds
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
         self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
         self._conversations: set[asyncio.Task[Group]] = set()
@@ -138,7 +141,7 @@ class Rollouts:
                     group = await completed
                     if group.failure is not None:
                         reason = f"{group.failure.reason}. The prompt is left out"
-                        print(f"Warning: The environment failed repeatedly. {reason}.", file=sys.stderr)
+                        warn_repeatedly("environment", f"The environment failed repeatedly. {reason}.")
                     yield group
             finally:
                 await cancel_all(running)

@@ -70,7 +70,8 @@ class Rounds:
 
         async def make() -> _Share:
             groups = self.rollouts.generate(share, self.num_generations, self.sampling(step))
-            graded = await grade_groups(groups, share, self.task, self.judge, clock=clock)
+            limit = self.rollouts.grading_timeout_seconds
+            graded = await grade_groups(groups, share, self.task, self.judge, clock=clock, timeout_seconds=limit)
             counts: Metrics = {}
             for part in (self.task, self.judge, self.rollouts, self.rollouts.environments):
                 if isinstance(part, HasMetrics):

@@ -1,6 +1,7 @@
 """Runs code that may never return, such as a user's reward function, without keeping the process alive."""
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -9,8 +10,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+_ABANDONED = "abandoned"
+
+
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Calls `function` in a daemon thread. Unlike with `asyncio.to_thread`, the process can exit during the call."""
+    """Calls `function` in a daemon thread. Unlike with `asyncio.to_thread`, the process can exit during the call.
+
+    If the caller is cancelled, the thread continues, and `num_abandoned_threads` counts it until it ends.
+    """
     future = Future[T]()
     future.set_running_or_notify_cancel()  # a call that has started is not cancelled
 
@@ -23,5 +30,15 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
             is_ordinary = isinstance(raised, Exception) and not isinstance(raised, StopIteration | CancelledError)
             future.set_exception(raised if is_ordinary else RuntimeError(f"{type(raised).__name__}: {raised}"))
 
-    threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        thread.name = _ABANDONED
+        raise
+
+
+def num_abandoned_threads() -> int:
+    """Returns the number of running threads whose callers no longer wait for them."""
+    return sum(thread.name == _ABANDONED for thread in threading.enumerate())

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
+_tracebacks: dict[tuple[str, str], str] = {}  # files by type and line of the exception
+
 
 class UserCodeError(ValueError):
     """Raised when a component of a user raises an exception. The message states the component, problem and line."""
@@ -28,14 +30,22 @@ def user_code(component: object, method: str, problem: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        if _is_ours(type(component).__module__) or _is_ours(type(error).__module__):
+        if not is_own(component) or _is_ours(type(error).__module__):
             raise
-        with tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
-            file.write("".join(traceback.format_exception(error)))
+        kind, line = type(error).__name__, user_line(error)
+        if (kind, line) not in _tracebacks:  # A reward may raise the same exception for each response.
+            with tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
+                file.write("".join(traceback.format_exception(error)))
+            _tracebacks[kind, line] = file.name
         raise UserCodeError(
-            f"{type(component).__name__}.{method} raised {type(error).__name__} for problem {problem!r}"
-            f"{user_line(error)}: {str(error).rstrip('.')}. The traceback is in {file.name}."
+            f"{type(component).__name__}.{method} raised {kind} for problem {problem!r}{line}: "
+            f"{str(error).rstrip('.')}. A traceback is in {_tracebacks[kind, line]}."
         ) from error
+
+
+def is_own(component: object) -> bool:
+    """Returns True if a user has defined the class of a component."""
+    return not _is_ours(type(component).__module__)
 
 
 def user_line(error: BaseException) -> str:

@@ -5,18 +5,28 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
+from simulated_time import SimulatedTime
 
 from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.records.timeline import StageClock
-from poly_epo_jax.rollouts.grading import JudgeError, check_failed_fraction, cluster_ids, grade_groups, usable_groups
-from poly_epo_jax.system.user_code import UserCodeError
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, Group, JudgeFailure, Problem
+from poly_epo_jax.rollouts import grading
+from poly_epo_jax.rollouts.grading import (
+    MAX_ABANDONED,
+    EpisodeError,
+    JudgeError,
+    check_failed_fraction,
+    cluster_ids,
+    grade_groups,
+    usable_groups,
+)
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, GradedGroup, Group, JudgeFailure, Problem
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -125,33 +135,70 @@ def test_the_task_determines_which_rewards_are_correct():
         assert graded.correct.tolist() == expected and graded.correct.dtype == bool
 
 
-def test_errors_of_the_reward_are_raised():
+def test_a_reward_that_raises_is_a_failure_of_the_group():
     class Broken(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
-            raise ZeroDivisionError(problem.id)
+            return 1 / (problem.id != "p")
 
+    groups = [group(problem, "ab") for problem in PROBLEMS]
+    first, *others = asyncio.run(grade_groups(stream(groups), PROBLEMS, Broken(), LetterJudge()))
     line = Broken.reward.__code__.co_firstlineno + 1
-    expected = (
-        rf"Broken\.reward raised ZeroDivisionError for problem 'p' at {re.escape(__file__)}:{line}: p\. .* in (.*)\.$"
-    )
-    with pytest.raises(UserCodeError, match=expected) as raised:
-        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
-    file = re.search(expected, str(raised.value))
-    assert file and "ZeroDivisionError: p" in Path(file[1]).read_text()
+    reason = rf"Broken\.reward raised ZeroDivisionError for problem 'p' at {re.escape(__file__)}:{line}: .* in (.*)\.$"
+    assert first.group.failure is not None and first.group.failure.kind == "raised" and not len(first.rewards)
+    file = re.search(reason, first.group.failure.reason)
+    assert file and "ZeroDivisionError: division by zero" in Path(file[1]).read_text()
     Path(file[1]).unlink()
+    assert [one.rewards.tolist() for one in others] == [[1.0, 1.0]] * len(others)
 
 
-def test_errors_of_the_judge_are_raised():
+def test_a_judge_that_raises_has_failed():
     class Broken(LetterJudge):
         async def cluster(self, group: Group) -> Clustering:
             return json.loads("no JSON")
 
-    with pytest.raises(UserCodeError, match=r"Broken\.cluster raised JSONDecodeError .* 'p' at .*test_grading\.py:\d+"):
-        asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, ByLetter(), Broken()))
+    (graded,) = asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, ByLetter(), Broken()))
+    assert isinstance(graded.clustering, JudgeFailure) and graded.clustering.kind == "raised"
+    assert re.search(
+        r"Broken\.cluster raised JSONDecodeError .*'p' at .*test_grading\.py:\d+", graded.clustering.reason
+    )
+    assert len(graded.rewards) == 2
+
+
+def test_rewards_and_judges_that_hang_are_late(monkeypatch: pytest.MonkeyPatch):
+    time, ended = SimulatedTime(monkeypatch, grading), threading.Event()
+
+    class Hanging(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            time.expire()
+            ended.wait()
+            return 0.0
+
+    class Waiting(LetterJudge):
+        async def cluster(self, group: Group) -> Clustering:
+            time.expire()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def grade(task: ByLetter, judge: LetterJudge) -> GradedGroup:
+        one = stream([group(PROBLEMS[0], "ab")])
+        (graded,) = await grade_groups(one, PROBLEMS, task, judge, timeout_seconds=5.0)
+        return graded
+
+    clustering = asyncio.run(grade(ByLetter(), Waiting())).clustering
+    assert isinstance(clustering, JudgeFailure) and clustering.kind == "late"
+    late = "Hanging.reward of problem 'p' did not return within rollouts.grading_timeout_seconds=5"
+    try:
+        for _ in range(MAX_ABANDONED - 1):
+            failure = asyncio.run(grade(Hanging(), LetterJudge())).group.failure
+            assert failure is not None and failure.kind == "late" and late in failure.reason
+        with pytest.raises(EpisodeError, match=rf"^{MAX_ABANDONED} calls of rewards have not returned"):
+            asyncio.run(grade(Hanging(), LetterJudge()))
+    finally:
+        ended.set()
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_errors_that_asyncio_cannot_raise_end_the_step(error: type[BaseException]):
+def test_errors_that_asyncio_cannot_raise_are_failures(error: type[BaseException]):
     """The step would otherwise wait forever, or SystemExit(0) would end the run without an error."""
 
     class Broken(ByLetter):
@@ -165,8 +212,8 @@ def test_errors_that_asyncio_cannot_raise_end_the_step(error: type[BaseException
             return first == second
 
     grading = grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge())
-    with pytest.raises((RuntimeError, UserCodeError), match=f"{error.__name__}.*: in the reward"):
-        asyncio.run(asyncio.wait_for(grading, timeout=PATIENCE))
+    (graded,) = asyncio.run(asyncio.wait_for(grading, timeout=PATIENCE))
+    assert graded.group.failure is not None and f"{error.__name__}" in graded.group.failure.reason
     judging = AnswerJudge(Broken()).cluster(group(PROBLEMS[0], "ab"))
     with pytest.raises(RuntimeError, match=f"{error.__name__}: in the answer"):
         asyncio.run(asyncio.wait_for(judging, timeout=PATIENCE))
