@@ -288,8 +288,8 @@ def program_of(command: str) -> str:
 
 COMMANDS = from_documents()
 HERE = [command for command in COMMANDS if not ((rule := rule_of(command)) and rule.elsewhere)]
-FIRST = {program_of(command): command for command in reversed(HERE)}
-"""The first command of each program."""
+FIRST = {program_of(command): command for command in reversed(HERE) if program_of(command) != "doctor"}
+"""The first command of each program except the doctor, whose checks have default tests in tests/doctor."""
 LEARNED_FIRST = {"README.md", *(path.name for path in (ROOT / "docs" / "tutorials").glob("*.md"))}
 """Documents whose commands are all default tests. Of the other documents, the first command of each program is."""
 

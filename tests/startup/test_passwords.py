@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer
 
+from poly_epo_jax import main
+from poly_epo_jax.evaluate import __main__ as evaluate
+from poly_epo_jax.rejudge import __main__ as rejudge
+
+ROOT = Path(__file__).parents[2]
 SECRET = "hunter2"
 ADDRESS = f"http://me:{SECRET}@host:30000"
 
@@ -31,11 +35,17 @@ ADDRESS = f"http://me:{SECRET}@host:30000"
     ],
 )
 def test_passwords_and_keys_are_rejected_without_printing_them(
-    fork_server: ForkServer, module: str, arguments: list[str], complaint: str, tmp_path: Path
+    module: str,
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
-    arguments = ["--config=configs/polynomial.py", f"--config.workdir={tmp_path / 'run'}", *arguments]
-    ended = fork_server.run(f"poly_epo_jax.{module}", arguments)
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 1 and complaint in output
+    monkeypatch.chdir(ROOT)
+    command = {"main": main, "evaluate": evaluate, "rejudge": rejudge}[module]
+    code = command.main(["--config=configs/polynomial.py", f"--config.workdir={tmp_path / 'run'}", *arguments])
+    output = "".join(capfd.readouterr())
+    assert code == 1 and complaint in output
     assert SECRET not in output
     assert not list(tmp_path.rglob("*.json"))
