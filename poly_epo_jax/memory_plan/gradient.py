@@ -50,8 +50,9 @@ def gradient_bytes(config: Config, model_config: ModelConfig, machine: Machine, 
     kept = tokens * sum(values) * (num_periods + (num_periods > 1))
     attention_widths = model_config.head_dim * (model_config.num_heads + model_config.num_kv_heads)
     attention = 2 * len(model_config.stacks.get("layers", ())) * model_config.hidden_size * attention_widths
-    # Except on TPUs, sums over devices that have the same weights run after the loop over layers.
-    is_summed = machine.platform != "tpu" and machine.mesh["data"] * machine.mesh["expert"] > 1
+    # Sums over devices that have the same weights run after the loop over layers, on CPUs only those over `expert`.
+    is_summed = machine.platform != "tpu" and machine.mesh["expert"] > 1
+    is_summed |= machine.platform == "gpu" and machine.mesh["data"] > 1
     summed = _layer_weights(model_config, machine, lambda axes: "num_experts" not in axes)
     # GPUs gather along the first axis of an array. Other weights are transposed before the loop.
     is_transposed = machine.platform == "gpu" and machine.mesh["fsdp"] > 1
