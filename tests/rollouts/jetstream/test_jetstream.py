@@ -292,7 +292,7 @@ def test_an_error_of_the_engine_is_raised_to_the_caller(make_rollouts, step):
 
 
 def test_requests_that_are_too_long_raise_an_error(rollouts):
-    message = r"problem seven has 11 tokens, more than train\.max_prompt_tokens=10"
+    message = r"problem 'seven' has 11 tokens, more than train\.max_prompt_tokens=10"
     with pytest.raises(ValueError, match=message):
         generate(rollouts, [*PROBLEMS, Problem("seven", "a" * 11, "")])
     with pytest.raises(ValueError, match=r"Responses of 13 tokens .* sampling.max_tokens=12; raise"):
