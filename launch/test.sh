@@ -4,7 +4,7 @@
 #
 #   bash launch/test.sh                 default tests
 #   bash launch/test.sh all             all tests, including tests with real SGLang and vLLM servers: about 40 minutes
-#   bash launch/test.sh all -m slow     only the tests that the default tests omit; other arguments are passed to pytest
+#   bash launch/test.sh all --lf        only the tests that failed; other arguments are passed to pytest, too
 #   LOCK=newest bash launch/test.sh     tests with the newest versions that pyproject.toml allows
 #
 # If torch for CPUs, JetStream, reasoning-gym, TextArena, or the environment of SGLang, vLLM or the TPU compiler cannot be
