@@ -1,7 +1,7 @@
 """Compares memory plans with programs that are compiled for GPUs and TPUs: python benchmarks/memory_grid.py
 
 Compiles the gradient program of each point, which determines the peak of an update, with all layers of the model, in a
-process of its own. The bytes of its buffers are appended to memory_grid.jsonl. Points that this file contains are not
+separate process. The bytes of its buffers are appended to memory_grid.jsonl. Points that this file contains are not
 compiled again: delete the file to compile all of them, for example after an upgrade of JAX. Then run
 docs/hardware_table.py. Requires both environments of launch/compiler_env.sh. A point takes 10 to 40 CPU seconds.
 """
@@ -92,7 +92,7 @@ class Point(NamedTuple):
       rows: Rows per device.
       row_tokens: Tokens per row.
       rank: Rank of the adapter. If 0, all weights are trained.
-      mesh: Sizes of the axes fsdp, tensor and expert. If empty, those of the machine.
+      mesh: Sizes of the axes fsdp, tensor and expert. If empty, the sizes of the machine.
     """
 
     machine: str

@@ -88,7 +88,7 @@ def _compiled() -> Iterable[str]:
     yield from ("### Compiled programs", "")
     yield (
         "Memory of the gradient of an update, compiled for a device of `h100x1`, `h100x8` or `v5p-8` with jax 0.10.2 "
-        "but not run, beside the plan. `python benchmarks/memory_grid.py` compiles this grid."
+        "but not run, compared with the plan. `python benchmarks/memory_grid.py` compiles this grid."
     )
     yield ""
     yield from runpy.run_path(str(ROOT / "benchmarks" / "memory_grid.py"))["table"]()

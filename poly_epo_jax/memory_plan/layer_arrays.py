@@ -26,7 +26,7 @@ class LayerArray(NamedTuple):
         that save the array of every layer for the backward pass.
       part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
         of "pre_norm" and "post_norm" exist in models that normalize the inputs and the outputs of attention and MLP,
-        arrays of "qk_norm" if queries and keys are normalized, those of "tpu_qk_norm" only on TPUs, and arrays of
+        arrays of "qk_norm" if queries and keys are normalized, of "tpu_qk_norm" only on TPUs, and of
         "gated_attention" in models with this attention. Arrays of "norm", "trained_post_norm" and "trained_qk_norm" are
         normalized values, which remat=none does not save if an adapter is trained, because the norm weights are then
         frozen. Arrays of "gelu" belong to this activation. Arrays of "experts" exist in mixtures of experts, which have

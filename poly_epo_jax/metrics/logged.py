@@ -362,6 +362,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Number of characters of prompts and replies that the tokenizer cannot encode, if there are any. They are "
             "replaced with U+FFFD, or removed if the tokenizer cannot encode U+FFFD.",
             "Above 0: correct the prompts, or the texts that the environment returns.",
+            fallback=True,
         ),
         "rollouts/bytes_proofs": LoggedMetric(
             "Updates proven by checksums",

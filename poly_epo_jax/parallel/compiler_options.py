@@ -39,7 +39,7 @@ _uses_deterministic = False
 
 
 def use_deterministic_programs(enabled: bool) -> None:
-    """Sets whether programs that this process compiles from now on are deterministic.
+    """Sets whether programs that this process compiles after this call are deterministic.
 
     This applies to programs with the options of this file, and only to GPUs. Programs for CPUs and TPUs always are.
     """

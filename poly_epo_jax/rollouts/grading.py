@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -62,7 +62,7 @@ async def grade_groups(
         called.
       clock: Records when groups were generated, graded or judged. If None, a new clock is used.
       timeout_seconds: Maximum time in seconds of a user's reward or judge on a group. Rewards and judges of this
-        package have limits of their own.
+        package have separate limits.
 
     Returns:
       The graded groups. Groups whose environment failed are not graded, and have no rewards.
@@ -92,21 +92,21 @@ async def _grade(
     if group.failure is not None:
         return _failed(group)
 
-    async def score() -> np.ndarray | tuple[str, str]:
+    async def score() -> np.ndarray | _CallFailure:
         with clock.stage("grade"):
             work = in_daemon_thread(lambda: _rewards(task, group))
             rewards = await _limited(work, task, "reward", group.problem, timeout_seconds)
-        return rewards if isinstance(rewards, tuple) else checked_rewards(task, group.problem, rewards)
+        return rewards if isinstance(rewards, _CallFailure) else checked_rewards(task, group.problem, rewards)
 
     async def cluster() -> Any:
         with clock.stage("judge"):
             found = await _limited(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
-        return checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, tuple) else found)
+        return checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, _CallFailure) else found)
 
     rewards, clustering = await asyncio.gather(score(), cluster())
-    if isinstance(rewards, tuple):
+    if isinstance(rewards, _CallFailure):
         if (count := num_abandoned_threads()) >= MAX_ABANDONED:
-            raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {rewards[1]}")
+            raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {rewards.reason}")
         return _failed(dataclasses.replace(group, generations=(), failure=EnvironmentFailure(*rewards)))
     correct = rewards >= minimum_correct(task)
     for index, generation in enumerate(group.generations):
@@ -122,11 +122,17 @@ def _failed(group: Group) -> GradedGroup:
     return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
 
 
+class _CallFailure(NamedTuple):
+    """Kind and reason of the failure of a user's reward or judge."""
+
+    kind: str
+    reason: str
+
+
 async def _limited(work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float) -> Any:
     """Returns the result of a call of a component.
 
-    If a user has defined the component and the call raises an exception or exceeds the time limit, returns a tuple of
-    the kind and the reason of the failure.
+    If a user has defined the component and the call raises an exception or exceeds the time limit, returns the failure.
     """
     limit = asyncio.timeout(timeout_seconds if is_own(component) else None)
     name = f"{type(component).__name__}.{method}"
@@ -135,14 +141,14 @@ async def _limited(work: Awaitable[Any], component: Any, method: str, problem: P
             with user_code(component, method, problem.id):
                 return await work
     except UserCodeError as error:
-        kind, reason = "raised", str(error)
+        failure = _CallFailure("raised", str(error))
     except TimeoutError:
         if not limit.expired():
             raise
         late = f"did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}"
-        kind, reason = "late", f"{name} of problem {problem.id!r} {late}."
-    warn_repeatedly(name, reason)
-    return kind, reason
+        failure = _CallFailure("late", f"{name} of problem {problem.id!r} {late}.")
+    warn_repeatedly(name, failure.reason)
+    return failure
 
 
 def _rewards(task: Task, group: Group) -> list[Any]:

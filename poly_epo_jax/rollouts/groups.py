@@ -104,7 +104,7 @@ class Rollouts:
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
-        """Returns the counters since the last call: those of the sampler and, if above 0, of replaced characters."""
+        """Returns the sampler's counters since the last call and, if above 0, the number of replaced characters."""
         sampler, count, self._num_replaced = self.sampler, self._num_replaced, 0
         counts = checked_counts(sampler, sampler.metrics(), {}) if isinstance(sampler, HasMetrics) else {}
         return counts | ({"rollouts/replaced_characters": float(count)} if count else {})

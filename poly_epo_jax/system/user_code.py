@@ -1,4 +1,4 @@
-"""Reports exceptions of a user's code in one sentence with its file and line, and writes the traceback to a file."""
+"""Reports exceptions of a user's code with a one-line error message, and writes the traceback to a file."""
 
 import contextlib
 import sysconfig
@@ -34,8 +34,8 @@ def user_code(component: object, method: str, problem: str) -> Iterator[None]:
             raise
         kind, line = type(error).__name__, user_line(error)
         if (kind, line) not in _tracebacks:  # A reward may raise the same exception for each response.
-            with tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
-                file.write("".join(traceback.format_exception(error)))
+            with tempfile.NamedTemporaryFile(prefix="traceback-", suffix=".txt", delete=False) as file:
+                file.write("".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
             _tracebacks[kind, line] = file.name
         raise UserCodeError(
             f"{type(component).__name__}.{method} raised {kind} for problem {problem!r}{line}: "

@@ -142,6 +142,7 @@ def test_rewards_at_the_minimum_are_correct():
         (clustering(np.arange(2), features={"x": np.array(["a", "b"])}), "its feature 'x' is"),
         (np.arange(2), r"it is array\(\[0, 1\]\) .*; return a Clustering"),
         ({"ids": [0, 1]}, r"it is .*\(dict\); return a Clustering"),
+        (("raised", "text"), r"it is .*\(tuple\); return a Clustering"),
         (unchecked(JudgeFailure, kind=["broken"], reason=None), r"\['broken'\] \(list\) and None .*use strings"),
     ],
     ids=str,
