@@ -44,7 +44,7 @@ METRIC_GROUPS = {
     "eval/reward": "Evaluations during training: eval/",
     "reward": "Generations of a step: reward, solved, clusters/, episode/, response/",
     "policy/entropy": "Updates of a step: policy/, packing/, mismatch/",
-    "environment/failed_prompts": "Failures and retries: environment/, judge/, grader/, rollouts/",
+    "environment/failed_responses": "Failures and retries: environment/, judge/, grader/, rollouts/",
     "seconds/step": "Time and memory: seconds/, memory/",
 }
 """Headings of the logged metrics, by the first metric below each."""

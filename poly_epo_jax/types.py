@@ -108,15 +108,15 @@ class Outcome:
 class EpisodeFailure(Exception):
     """Raised by an environment that failed for a reason other than the policy's turns.
 
-    The episode is repeated with the same seed. If it fails repeatedly, its group is counted as failed and not trained
-    on. Invalid or overlong turns of the policy are not failures of the environment: reply with an error message, or
-    end the episode with a low reward.
+    The episode is repeated with the same seed. If it fails repeatedly, the response is counted as failed, and is not
+    trained on. Invalid or overlong turns of the policy are not failures of the environment: reply with an error
+    message, or end the episode with a low reward.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentFailure:
-    """The reason why a group has no generations: an episode failed repeatedly, or the reward of a user failed.
+    """The reason why a response is masked: its episode failed repeatedly, or the reward of a user failed.
 
     Attributes:
       kind: One word, under which the failure is counted in the metrics: "failed" for `EpisodeFailure`, "raised" for
@@ -131,24 +131,31 @@ class EnvironmentFailure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """A prompt x and its N generations.
+    """A prompt x and its generations.
 
     Attributes:
       problem: The problem.
       prompt_ids: Token ids of the prompt.
-      generations: The N generations. Empty if `failure` is set.
-      failure: Failure of the environment. None if all generations are complete.
+      generations: The M of N generations on which neither the environment nor the reward failed, in the order of their
+        indices. Before grading, only the environment can have failed.
+      failures: The failures of the other generations, by index from 0 to N - 1.
     """
 
     problem: Problem
     prompt_ids: Int[np.ndarray, " L"]
     generations: tuple[Generation, ...]
-    failure: EnvironmentFailure | None = None
+    failures: Mapping[int, EnvironmentFailure] = dataclasses.field(default_factory=dict)
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices of `generations` among the N generations."""
+        num_generations = len(self.generations) + len(self.failures)
+        return [index for index in range(num_generations) if index not in self.failures]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clustering:
-    """The clusters of the N generations of a group.
+    """The clusters of the generations of a group.
 
     Attributes:
       ids: Cluster ids, `DEGENERATE_CLUSTER` for degenerate responses. Ids have a meaning only within their group. Use
@@ -181,14 +188,14 @@ class GradedGroup:
 
     Attributes:
       group: The group.
-      rewards: Rewards of the N generations in [0, 1].
+      rewards: Rewards of the M generations in [0, 1]. Empty if the group is left out, because M is too small.
       correct: Whether each generation counts as correct.
       clustering: The clustering, the failure of the judge, or None if the judge does not cluster.
     """
 
     group: Group
-    rewards: Float[np.ndarray, " N"]
-    correct: Bool[np.ndarray, " N"]
+    rewards: Float[np.ndarray, " M"]
+    correct: Bool[np.ndarray, " M"]
     clustering: Clustering | JudgeFailure | None
 
 

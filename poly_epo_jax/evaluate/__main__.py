@@ -45,7 +45,7 @@ from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
 from poly_epo_jax.judges.capacity import warn_capacity
-from poly_epo_jax.metrics.evaluation import omitted_metrics, table_columns
+from poly_epo_jax.metrics.evaluation import omissions, table_columns
 from poly_epo_jax.metrics.intervals import interval_text
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy
@@ -146,7 +146,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
     for benchmark in dict.fromkeys(one["benchmark"] for one in found):
         shown = [one for one in found if one["benchmark"] == benchmark]
         Console().print(_table(shown, num_generations))
-        if note := omitted_metrics({name for one in shown for name in one["metrics"]}):
+        if note := omissions(shown):
             print(note)
     print(f"{INTERVALS}.")
     print(f"Create a report: python -m poly_epo_jax.report {flags.output}")

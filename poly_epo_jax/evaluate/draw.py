@@ -11,7 +11,7 @@ from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, read
 from poly_epo_jax.judges.answer import final_answers, first_equal_index
 from poly_epo_jax.metrics.majority import NO_ANSWER
 from poly_epo_jax.records.run_folder import generation_rows
-from poly_epo_jax.rollouts.grading import EpisodeError, environment_failures, grade_groups
+from poly_epo_jax.rollouts.grading import EpisodeError, environment_failures, grade_groups, left_out_groups
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.json_files import Row, append_rows, keep_rows, sort_rows
@@ -29,8 +29,8 @@ async def draw_generations(
 ) -> None:
     """Generates the missing responses of an evaluation. Problems that an earlier call completed are skipped.
 
-    An interrupted call can leave some rows of a problem in generations.jsonl. These rows are removed first, and the
-    problem is generated again.
+    An interrupted call can leave some rows of a problem in generations.jsonl, and the environment or reward can fail on
+    some responses. The rows of these problems are removed first, and the problems are generated again.
 
     Args:
       folder: Folder of the model on the benchmark, see `open_folder`.
@@ -42,13 +42,14 @@ async def draw_generations(
       show: Called with the number of completed problems.
 
     Raises:
-      EpisodeError: If the environment failed on a problem. All other problems are kept on disk.
+      EpisodeError: If the environment or reward failed on all responses to a problem. All other problems are kept on
+        disk.
       ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark, or if the
         task or the judge returns an invalid value.
     """
     path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
     positions = {problem.id: position for position, problem in enumerate(problems)}
-    counts = Counter(row["problem"] for row in read_generations(folder))
+    counts = Counter(row["problem"] for row in read_generations(folder) if row["reward"] is not None)
     others = counts.keys() - positions.keys()
     if others:
         raise ValueError(
@@ -65,18 +66,18 @@ async def draw_generations(
         complete.add(graded.group.problem.id)
         show(len(complete))
 
-    failures = []
+    failed = []
     if missing:
         groups = rollouts.generate(missing, num_generations, sampling)
         limit = rollouts.grading_timeout_seconds
         graded = await grade_groups(groups, missing, task, judge, write, timeout_seconds=limit)
-        failures = environment_failures(graded)
+        failed = left_out_groups(graded)
     # Problems complete in arbitrary order. Sorting makes the file independent of this order.
     sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
-    if failures:
+    if failed:
         raise EpisodeError(
-            f"The environment or reward failed on {len(failures)} of {len(problems)} problems, for example: "
-            f"{failures[0].reason}. Rerun the command to evaluate these problems."
+            f"The environment or reward failed on {len(failed)} of {len(problems)} problems, for example: "
+            f"{environment_failures(failed)[0].reason}. Rerun the command to evaluate these problems."
         )
 
 
@@ -87,7 +88,6 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
     ids = _answer_ids(task, problem, answers, graded.correct)
     own_columns = [
         {
-            "gold": str(problem.answer),
             "token_ids": y.token_ids.tolist(),
             "finish_reason": y.finish_reason,
             "answer": ids[index],
@@ -95,7 +95,10 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
         }
         for index, y in enumerate(generations)
     ]
-    return [shared | own for shared, own in zip(generation_rows(graded), own_columns, strict=True)]
+    of_generation = dict(zip(graded.group.indices, own_columns, strict=True))
+    nothing = {"token_ids": [], "finish_reason": "", "answer": NO_ANSWER, "answer_text": None}
+    gold = {"gold": str(problem.answer)}
+    return [row | gold | of_generation.get(row["generation"], nothing) for row in generation_rows(graded)]
 
 
 def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], correct: np.ndarray) -> list[int]:

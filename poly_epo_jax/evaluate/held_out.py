@@ -13,6 +13,7 @@ from poly_epo_jax.rollouts.grading import (
     cluster_ids,
     clustered,
     complete_groups,
+    environment_failures,
     grade_groups,
     judge_failures,
 )
@@ -35,9 +36,10 @@ async def evaluate_held_out(
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
     k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
     failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
-    the problems that have a clustering, and are omitted if no problem has one. Problems on which the environment failed
-    are counted, and omitted from all other metrics. In a multi-process run, each process
-    evaluates its share of the problems, and all processes return the metrics of all problems.
+    the problems that have a clustering, and are omitted if no problem has one. Generations on which the environment or
+    the reward failed are counted, and omitted from all other metrics, like problems without other generations. Metrics
+    at k omit problems with fewer than k generations. In a multi-process run, each process evaluates its share of the
+    problems, and all processes return the metrics of all problems.
 
     Args:
       rollouts: Generates the responses.
@@ -54,7 +56,7 @@ async def evaluate_held_out(
     Raises:
       ValueError: If a registered metric has the name of another metric or is not finite, or if the task or the judge
         returns an invalid value.
-      EpisodeError: If the environment failed on all problems.
+      EpisodeError: If the environment or the reward failed on all generations.
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
@@ -65,15 +67,17 @@ async def evaluate_held_out(
     check_failed_environments(drawn, 1.0)
     graded = complete_groups(drawn)
     arrays = _arrays(graded)
-    metrics = {"reward": float(arrays["rewards"].mean()), "judge_failed_problems": float(len(judge_failures(graded)))}
-    if isinstance(task, Interactive) or len(drawn) > len(graded):
+    reward = np.mean([of_problem.mean() for of_problem in arrays["rewards"]])
+    metrics = {"reward": float(reward), "judge_failed_problems": float(len(judge_failures(graded)))}
+    if (failures := environment_failures(drawn)) or isinstance(task, Interactive):
+        metrics["environment_failed_responses"] = float(len(failures))
         metrics["environment_failed_problems"] = float(len(drawn) - len(graded))
     values = problem_values(arrays, curves=False)
     values.pop(MEAN_REWARD, None)  # "reward" is logged in all cases
     if with_clusters := clustered(graded):
         clusters = cluster_ids(with_clusters)
         values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
-        metrics["degenerate_fraction"] = degenerate_share(clusters)
+        metrics["degenerate_fraction"] = degenerate_share(np.concatenate(clusters))
     if taken := metrics.keys() & values.keys():
         raise ValueError(
             f"{held_out(min(taken))} is the name of another metric; register the evaluation metric {min(taken)!r} "
@@ -83,6 +87,6 @@ async def evaluate_held_out(
     return {held_out(name): value for name, value in metrics.items()}
 
 
-def _arrays(graded: Sequence[GradedGroup]) -> dict[str, np.ndarray]:
-    """Returns `rewards` and `correct`, both of shape [P, N]."""
-    return {name: np.stack([getattr(group, name) for group in graded]) for name in ("rewards", "correct")}
+def _arrays(graded: Sequence[GradedGroup]) -> dict[str, list[np.ndarray]]:
+    """Returns lists of the arrays `rewards` and `correct` of each group."""
+    return {name: [getattr(group, name) for group in graded] for name in ("rewards", "correct")}

@@ -58,9 +58,15 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Above 0: the cluster metrics of the evaluation omit these problems.",
             fallback=True,
         ),
+        "eval/environment_failed_responses": LoggedMetric(
+            "Held-out failed responses",
+            "Number of responses to held-out problems on which the environment or an own reward failed.",
+            "Above 0: all metrics of the evaluation omit these responses.",
+            fallback=True,
+        ),
         "eval/environment_failed_problems": LoggedMetric(
-            "Held-out environment failures",
-            "Number of held-out problems on which the environment failed.",
+            "Held-out failed problems",
+            "Number of held-out problems on all of whose responses the environment or an own reward failed.",
             "Above 0: all metrics of the evaluation omit these problems.",
             fallback=True,
         ),
@@ -281,15 +287,22 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             fallback=True,
         ),
         # Failures and retries.
+        "environment/failed_responses": LoggedMetric(
+            "Failed responses",
+            "Number of the step's responses on which the environment or an own reward failed. They have no reward, and "
+            "are not trained on.",
+            "Above 0: the column `reason` in generations.jsonl describes the failures.",
+            fallback=True,
+        ),
         "environment/failed_prompts": LoggedMetric(
-            "Environment failures",
-            "Number of the step's prompts on which the environment or an own reward failed. They are not trained on.",
+            "Failed prompts",
+            "Number of the step's prompts with too few other responses (`rollouts.min_group`). They are not trained on.",
             "Above `rollouts.max_failed_fraction` of the prompts: the run stops.",
             fallback=True,
         ),
         "environment/failed/*": LoggedMetric(
-            "Environment failures by kind",
-            "Number of the step's prompts on which the environment or an own reward failed in this way.",
+            "Failed responses by kind",
+            "Number of the step's responses on which the environment or an own reward failed in this way.",
             "`late`: increase `rollouts.turn_timeout_seconds`, or `rollouts.grading_timeout_seconds` for rewards. "
             "`raised`: correct the environment or reward.",
         ),

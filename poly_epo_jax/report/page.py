@@ -83,7 +83,7 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
         size = " or ".join(
             f"{problems} problems, {generations} generations each" for problems, generations in sorted(sizes)
         )
-        note = html.escape(evaluation.omitted_metrics({name for one in models.values() for name in one["metrics"]}))
+        note = html.escape(evaluation.omissions(list(models.values())))
         header = ["model", *(html.escape(metric.title) for metric in columns.values())]
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{table(header, rows, 'results')}"

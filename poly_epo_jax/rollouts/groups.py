@@ -114,7 +114,7 @@ class Rollouts:
     ) -> AsyncGenerator[Group, None]:
         """Yields a group for each problem, as soon as its last generation is complete.
 
-        The group of a problem whose environment failed repeatedly has no generations.
+        Responses on which the environment failed repeatedly are missing from their group, see `Group.failures`.
 
         Args:
           problems: Problems whose prompts are completed.
@@ -139,8 +139,8 @@ class Rollouts:
             try:
                 for completed in asyncio.as_completed(running):
                     group = await completed
-                    if group.failure is not None:
-                        reason = f"{group.failure.reason}. The prompt is left out"
+                    for failure in group.failures.values():
+                        reason = f"{failure.reason}. The response is masked"
                         warn_repeatedly("environment", f"The environment failed repeatedly. {reason}.")
                     yield group
             finally:
@@ -164,10 +164,10 @@ class Rollouts:
         except BaseException:
             await cancel_all(episodes.values())
             raise
-        generations = [results[index] for index in range(len(turns.seeds))]
-        failure = next((one for one in generations if isinstance(one, EnvironmentFailure)), None)
-        complete = tuple(one for one in generations if isinstance(one, Generation))
-        return Group(turns.problem, turns.prompt_ids, () if failure else complete, failure)
+        found = sorted(results.items())
+        generations = tuple(one for _, one in found if isinstance(one, Generation))
+        failures = {index: one for index, one in found if isinstance(one, EnvironmentFailure)}
+        return Group(turns.problem, turns.prompt_ids, generations, failures)
 
     async def _play(
         self, environments: Environments, turns: Turns, index: int, first: Generation

@@ -175,6 +175,11 @@ def _estimator(config: Config) -> Rules:
 def _rollouts(config: Config) -> Rules:
     rollouts, sampler = config.rollouts, SAMPLERS[config.rollouts.name]
     yield (
+        rollouts.min_group > config.train.num_generations,
+        f"rollouts.min_group={rollouts.min_group} must be at most "
+        f"train.num_generations={config.train.num_generations}; lower it.",
+    )
+    yield (
         sampler.needs_urls and not rollouts.urls,
         "rollouts.urls='' must be the address of at least one server of the policy.",
     )

@@ -150,14 +150,15 @@ def check_estimator(algo: AlgoSection, num_generations: int) -> None:
         if not (line := user_line(error)):
             raise
         raise ConfigError(
-            f"{estimator.title} raised {type(error).__name__}{line}: {first_line(error)} Objectives and advantage "
-            "estimators are compiled by JAX: use functions of jax.numpy instead of NumPy, and jnp.where instead of if."
+            f"{estimator.title} raised {type(error).__name__} for {num_generations} generations{line}: "
+            f"{first_line(error)} Objectives and advantage estimators are compiled by JAX: use functions of jax.numpy "
+            "instead of NumPy, and jnp.where instead of if."
         ) from error
 
 
 def has_signal(advantages: Float[np.ndarray, "P N"]) -> Bool[np.ndarray, " P"]:
-    """Returns which of P prompts have an advantage other than 0, and therefore affect the policy gradient."""
-    return np.abs(advantages).max(axis=1) > ZERO
+    """Returns which of P prompts have an advantage other than 0 and NaN, and therefore affect the policy gradient."""
+    return np.nan_to_num(np.abs(advantages)).max(axis=1) > ZERO
 
 
 CLIP_RANGE = ("clip_low", "clip_high")
@@ -189,13 +190,14 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
         def advantages(key: jax.Array, features: Features) -> jax.Array:
             prompts, generations = next(iter(features.values())).shape[:2]
             if num_sets:  # each prompt draws its own sets, without replacement
-                draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=num_sets)
+                drawn = min(num_sets, math.comb(generations, n))
+                draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=drawn)
                 sets = jax.vmap(draw)(jax.random.split(key, prompts))
             else:
                 sets = set_rl.enumerate_sets(generations, n)
             return set_rl.marginal_set_advantages(objective.score, sets, **features)
 
-    return Estimator(advantages, set_rl.features_read(objective.score), objective.title)
+    return Estimator(advantages, set_rl.features_read(objective.score), objective.title, n + 1)
 
 
 def _factory(
