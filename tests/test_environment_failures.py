@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import PROBLEMS, ByLetter, LetterJudge, RandomLetters
 from tiny_training import tiny_config, tiny_experience
@@ -17,8 +18,11 @@ from poly_epo_jax.experience import Batch
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.rejudge.inputs import read_inputs
 from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
-from poly_epo_jax.step.step_metrics import step_metrics
+from poly_epo_jax.rollouts.groups import generation_seeds
+from poly_epo_jax.step.step_metrics import logged_generations, step_metrics
 from poly_epo_jax.types import Completion, EpisodeFailure, Generation, Judge, Outcome, Problem, Sampling
+
+EVERY, EMPTY = 5, np.zeros((0, 8), np.float32)
 
 
 class LetterEpisode:
@@ -33,21 +37,28 @@ class LetterEpisode:
 
 
 class Failing:
-    """A task like `ByLetter`, whose environment fails for some problems."""
+    """A task like `ByLetter`, whose environment fails for some problems, and for seeds that `every` divides."""
 
     train_problems, held_out_problems = ByLetter.train_problems, ByLetter.held_out_problems
 
-    def __init__(self, *failing: str):
-        self.failing = failing
+    def __init__(self, *failing: str, every: int = 0):
+        self.failing, self.every = failing, every
 
     def start(self, problem: Problem, seed: int) -> Any:
-        if problem.id in self.failing:
+        if problem.id in self.failing or (self.every and seed % self.every == 0):
             raise EpisodeFailure("out of order")
         return LetterEpisode()
 
 
-def batch(task: Failing, fraction: float = 0.25) -> Batch:
-    experience = tiny_experience(tiny_config(**{"rollouts.max_failed_fraction": fraction}), task=task)
+def failing_indices(step: int, problem: Problem, num_generations: int, every: int) -> list[int]:
+    """Returns the indices of the failing generations, without the code of the package that runs episodes."""
+    seeds = generation_seeds(step, problem, num_generations).tolist()
+    episodes = [int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]) for seed in seeds]
+    return [index for index, seed in enumerate(episodes) if seed % every == 0]
+
+
+def batch(task: Failing, fraction: float = 0.25, **changes: Any) -> Batch:
+    experience = tiny_experience(tiny_config(**{"rollouts.max_failed_fraction": fraction} | changes), task=task)
     return asyncio.run(experience.batch(1, 0))
 
 
@@ -59,15 +70,51 @@ def test_failed_prompts_are_counted_and_not_trained_on():
     others = [one for one in whole.graded if one.group.problem.id != "q"]
     for one, other in zip(drawn.graded, others, strict=True):
         assert one.rewards.tolist() == other.rewards.tolist()
-    counts = {"environment/failed_prompts": 1, "environment/failed/failed": 1, "environment/retries": 16}
-    assert drawn.counts.items() >= counts.items() and whole.counts["environment/failed_prompts"] == 0
+    counts = {"failed_prompts": 1, "failed_responses": 8, "failed/failed": 8, "retries": 16}
+    assert drawn.counts.items() >= {f"environment/{name}": count for name, count in counts.items()}.items()
+    assert whole.counts["environment/failed_prompts"] == whole.counts["environment/failed_responses"] == 0
     metrics = step_metrics(drawn.graded, 1, 4)
     assert metrics["episode/turns"] == 1 and metrics["episode/tries"] == 3
 
 
+@pytest.mark.parametrize("min_group", [0, 7])
+def test_exactly_the_failed_responses_are_masked(min_group: int):
+    """An independent recount of the rows of generations.jsonl. With the method GRPO, two responses suffice."""
+    changes: dict[str, Any] = {"algo.advantages": "grpo", "rollouts.min_group": min_group}
+    drawn, whole = batch(Failing(every=EVERY), 0.9, **changes), batch(Failing(), **changes)
+    rows = logged_generations([*drawn.graded, *drawn.left_out], drawn.usable, drawn.advantages)
+    texts = {
+        (row["problem"], row["generation"]): row["response"] for row in logged_generations(whole.graded, [], EMPTY)
+    }
+    left_out = {one.group.problem.id for one in drawn.left_out}
+    sizes = []
+    for problem in PROBLEMS:
+        own = [row for row in rows if row["problem"] == problem.id]
+        failing = failing_indices(1, problem, 8, EVERY)
+        assert [row["generation"] for row in own if "failure" in row] == failing
+        sizes.append(8 - len(failing))
+        assert (problem.id in left_out) == (sizes[-1] < max(2, min_group))
+        rewarded = [row for row in own if "failure" not in row]
+        assert len(rewarded) == (0 if problem.id in left_out else sizes[-1])
+        mean = np.mean([row["reward"] for row in rewarded]) if rewarded else 0
+        for row in own:
+            if row in rewarded:
+                assert row["response"] == texts[problem.id, row["generation"]]
+                assert row["advantage"] == pytest.approx(row["reward"] - mean, abs=1e-6)
+            else:
+                assert (row["failure"], row["reward"], row["correct"], row["advantage"]) == ("failed", None, None, None)
+                assert row["reason"].endswith("failed: out of order")
+    assert min(sizes) < 7 and max(sizes) >= 7
+    counts = {"failed_prompts": len(left_out), "failed_responses": 24 - sum(sizes), "retries": 2 * (24 - sum(sizes))}
+    assert drawn.counts.items() >= {f"environment/{name}": count for name, count in counts.items()}.items()
+    assert 24 - sum(sizes) > len(left_out) == len(drawn.left_out) == (min_group == 7) * sum(m < 7 for m in sizes)
+    rewards = [row["reward"] for row in rows if "failure" not in row]
+    assert step_metrics(drawn.graded, 1, 4)["reward"] == pytest.approx(np.mean(rewards))
+
+
 @pytest.mark.parametrize(("failing", "fraction"), [("q", 0.25), ("pqr", 1.0)])
 def test_too_many_failures_end_the_run(failing: str, fraction: float):
-    with pytest.raises(EpisodeError, match=r"failed on \d of 3 prompts.*failed \(\d times\).*out of order"):
+    with pytest.raises(EpisodeError, match=r"failed on \d of 3 prompts.*failed \(\d+ times\).*out of order"):
         batch(Failing(*failing), fraction)
 
 
@@ -108,7 +155,7 @@ def test_failures_are_limited_for_each_batch_and_not_for_the_queue():
     refill: dict[str, Any] = {"train.refill": True, "train.max_draws": 6}
     # The batch of step 2 has places 5 to 10. That of step 3 has places 11 to 16, and all have failed: without a limit
     # for this batch, there would be no groups, because the queue also has the complete places 17 to 19.
-    with pytest.raises(EpisodeError, match=r"failed on 6 of 6 prompts.*failed \(6 times\)"):
+    with pytest.raises(EpisodeError, match=r"failed on 6 of 6 prompts.*failed \(48 times\)"):
         queue_batches([5, *range(11, 17)], 0.75, **refill)
     assert [len(batch.graded) for batch in queue_batches([5, *range(11, 16)], 0.9, **refill)] == [5, 5, 1, 5]
 

@@ -296,7 +296,7 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
         "environment/failed_prompts": LoggedMetric(
             "Failed prompts",
-            "Number of the step's prompts with too few other responses (`rollouts.min_group`). They are not trained on.",
+            "Number of the step's prompts with too few other responses (`rollouts.min_group`). They are left out.",
             "Above `rollouts.max_failed_fraction` of the prompts: the run stops.",
             fallback=True,
         ),

@@ -127,7 +127,8 @@ async def _rewarded(group: Group, task: Task, timeout_seconds: float) -> tuple[G
             raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {reward.reason}")
         else:
             failures[index] = EnvironmentFailure(*reward)
-    group = dataclasses.replace(group, generations=tuple(remaining), failures=failures)
+    if len(remaining) < len(group.generations):
+        group = dataclasses.replace(group, generations=tuple(remaining), failures=failures)
     return group, checked_rewards(task, group.problem, rewards)
 
 

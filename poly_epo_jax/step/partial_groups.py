@@ -4,6 +4,7 @@ Each row begins with the values of the M generations, in order, and ends with N 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -41,7 +42,7 @@ def group_advantages(
     return found
 
 
-def padded(rows: Sequence[Sequence[float]], num_generations: int) -> Float[np.ndarray, "P N"]:
+def padded(rows: Sequence[Sequence[Any]], num_generations: int) -> Float[np.ndarray, "P N"]:
     """Returns an array with the given rows of M values. Entries without meaning are 0."""
     table = np.zeros((len(rows), num_generations))
     for row, values in zip(table, rows, strict=True):

@@ -145,8 +145,8 @@ def logged_generations(
       advantages: Advantages [P, N] of these P groups, see `group_advantages`. NaN for generations that are left out.
 
     Returns:
-      The rows of `generation_rows`, with the advantage. It is None if the generation takes no part in the update. NaN is
-      written as null.
+      The rows of `generation_rows`, with the advantage. It is None if the generation takes no part in the update. NaN
+      is written as null.
     """
     advantages_of = dict(zip([graded.group for graded in usable], advantages.tolist(), strict=True))
     rows = []

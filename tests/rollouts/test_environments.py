@@ -72,8 +72,10 @@ FAULTS = [
 def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fault: Any, kind: str, reason: str):
     task = Faulty(method, fault)
     a, b, c = play(task)
-    assert b.generations == () and b.failure is not None and b.failure.kind == kind
-    assert f"Faulty: {method} of problem 'b'" in b.failure.reason and reason in b.failure.reason
+    assert b.generations == () and list(b.failures) == list(range(N))
+    for failure in b.failures.values():
+        assert failure.kind == kind
+        assert f"Faulty: {method} of problem 'b'" in failure.reason and reason in failure.reason
     assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
         y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
     ]
@@ -102,10 +104,10 @@ def test_an_environment_that_hangs_exceeds_its_deadline(time: SimulatedTime, met
 
     task = Faulty(method, answer_late)
     a, b, c = play(task, timeout=0.2)
-    assert b.failure is not None and b.failure.kind == "late"
-    assert "rollouts.turn_timeout_seconds=0.2" in b.failure.reason
+    assert {failure.kind for failure in b.failures.values()} == {"late"}
+    assert "rollouts.turn_timeout_seconds=0.2" in b.failures[0].reason
     assert time.expired == [0.2] * N * MAX_ATTEMPTS
-    assert a.failure is None and c.failure is None
+    assert not a.failures and not c.failures
 
 
 def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: SimulatedTime):
@@ -118,7 +120,7 @@ def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: 
     groups = play(task)
     assert trainer_continued == [True] * N
     assert sorted(task.starts.values()) == [1] * 2 * N + [2] * N
-    assert all(group.failure is None for group in groups)
+    assert not any(group.failures for group in groups)
 
 
 @pytest.mark.parametrize("method", ["start", "reply", "close"])
