@@ -2,21 +2,25 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import PROBLEMS, ByLetter, LetterJudge, RandomLetters
-from tiny_training import tiny_config, tiny_experience
+from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge, RandomLetters
+from tiny_training import tiny_config, tiny_experience, train_tiny
 
 from poly_epo_jax.evaluate.benchmarks import Benchmark
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import open_folder, read_generations
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
+from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.experience import Batch
 from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.rejudge.inputs import read_inputs
+from poly_epo_jax.report.generations import evaluation_collection
 from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
 from poly_epo_jax.rollouts.groups import generation_seeds
 from poly_epo_jax.step.step_metrics import logged_generations, step_metrics
@@ -180,6 +184,25 @@ def test_batches_whose_prompts_the_judge_dropped_are_empty_or_end_the_run(refill
         queue_batches([], 0.0, everything, **changes | {"judge.max_failed_fraction": 0.9})
 
 
+@pytest.mark.slow
+def test_a_resumed_run_masks_the_same_responses(tmp_path: Path):
+    """The resumed run ends after step 1 and continues. Its files are equal, byte for byte."""
+    changes = {"eval.every": 0, "rollouts.max_failed_fraction": 0.9}
+    for name, ends in (("whole", [3]), ("resumed", [1, 3])):
+        for end in ends:
+            train_tiny(tmp_path / name, task=Failing(every=EVERY), changes=changes | {"train.num_steps": end})
+    for file in ("metrics.jsonl", "generations.jsonl"):
+        assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    rows = read_rows(tmp_path / "whole" / "generations.jsonl")
+    masked = {(row["step"], row["problem"], row["generation"]) for row in rows if "failure" in row}
+    assert masked == {
+        (step, problem.id, index)
+        for step in (1, 2, 3)
+        for problem in PROBLEMS
+        for index in failing_indices(step, problem, 8, EVERY)
+    }
+
+
 def test_evaluations_omit_and_count_failed_problems():
     def evaluate(*failing: str) -> dict[str, float]:
         task, sampler = Failing(*failing), RandomLetters()
@@ -193,9 +216,29 @@ def test_evaluations_omit_and_count_failed_problems():
         evaluate("p", "q", "r")
 
 
+def test_evaluations_use_the_remaining_responses():
+    """Compares pass@k with an enumeration of the subsets of the remaining responses to each problem."""
+    task, sampler = Failing(every=EVERY), RandomLetters()
+    found = asyncio.run(evaluate_held_out(sampler.rollouts(task), task, LetterJudge(), PROBLEMS, 8, Sampling(2)))
+    correct = []
+    for problem in PROBLEMS:
+        seeds, failing = generation_seeds(0, problem, 8).tolist(), failing_indices(0, problem, 8, EVERY)
+        correct.append([LETTERS[seed % 4] == "a" for index, seed in enumerate(seeds) if index not in failing])
+    sizes = [len(of_problem) for of_problem in correct]
+    assert (
+        found["eval/environment_failed_responses"] == 24 - sum(sizes) > 0 == found["eval/environment_failed_problems"]
+    )
+    assert found["eval/reward"] == pytest.approx(np.mean([np.mean(of_problem) for of_problem in correct]))
+    assert len(set(sizes)) > 1
+    for k in (1, 2, 4, max(sizes)):
+        means = [np.mean([any(one) for one in combinations(own, k)]) for own in correct if len(own) >= k]
+        if (name := f"eval/pass@{k}") in found or k in (1, 2, 4):
+            assert found[name] == pytest.approx(np.mean(means))
+
+
 def test_an_evaluation_keeps_other_problems_and_continues(tmp_path: Path):
-    def draw(*failing: str) -> None:
-        task, sampler = Failing(*failing), RandomLetters()
+    def draw(*failing: str, every: int = 0) -> None:
+        task, sampler = Failing(*failing, every=every), RandomLetters()
         benchmark = Benchmark("letters", task, PROBLEMS)
         drawing = draw_generations(
             tmp_path, sampler.rollouts(task), benchmark, ExactJudge(task), 4, Sampling(2), lambda count: None
@@ -206,6 +249,18 @@ def test_an_evaluation_keeps_other_problems_and_continues(tmp_path: Path):
     with pytest.raises(EpisodeError, match=r"failed on 1 of 3 problems.*Rerun the command"):
         draw("q")
     assert {row["problem"] for row in read_generations(tmp_path)} == {"p", "r"}
+    draw(every=2)
+    rows = list(read_generations(tmp_path))
+    masked = [(row["problem"], row["generation"]) for row in rows if row["reward"] is None]
+    assert len(rows) == 12 and masked == [("q", index) for index in failing_indices(0, PROBLEMS[1], 4, 2)]
+    assert 0 < len(masked) <= 2 and compute_results(tmp_path)["num_failed"] == len(masked)
+    assert {group.name: len(group.responses) for group in read_inputs([str(tmp_path)])} == {
+        "p": 4,
+        "q": 4 - len(masked),
+        "r": 4,
+    }
+    collection, tree = evaluation_collection("model", "letters", tmp_path, "q", 4)
+    assert collection is not None and collection["all_generations"] == 12 - len(masked) == 8 + len(tree)
     draw()
     rows = list(read_generations(tmp_path))
     assert len(rows) == 12

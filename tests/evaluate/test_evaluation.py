@@ -28,6 +28,7 @@ from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
 from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import NoJudge
+from poly_epo_jax.metrics.evaluation import omissions
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
@@ -188,14 +189,15 @@ def test_answers_that_a_task_considers_equal_are_different_votes_if_only_one_is_
 
 
 def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
-    """Writes generations.jsonl from tuples (problem, letter, cluster)."""
+    """Writes generations.jsonl from tuples (problem, letter, cluster). The environment failed if the letter is "!"."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / GENERATIONS).open("w") as file:
         for number, (problem, letter, cluster) in enumerate(rows):
             row = {"problem": problem, "prompt": "x", "gold": "a", "generation": number, "response": letter}
             row |= {"reward": float(letter == "a"), "correct": letter == "a", "cluster": cluster, "rationale": None}
-            row |= {"answer": {"a": 0, "b": 1, "c": 1, "d": -1}[letter], "answer_text": letter}
-            row |= {"token_ids": [LETTERS.index(letter), 9], "finish_reason": "stop"}
+            row |= {"answer": {"a": 0, "b": 1, "c": 1}.get(letter, -1), "answer_text": letter}
+            row |= {"token_ids": [LETTERS.find(letter), 9], "finish_reason": "stop"}
+            row |= {"reward": None, "correct": None, "failure": "raised", "reason": "."} if letter == "!" else {}
             file.write(json.dumps(row) + "\n")
     return folder
 
@@ -218,6 +220,25 @@ def test_results_by_hand(tmp_path: Path):
         {"problem": "hard", "num_correct": 1, "num_generations": 4},
     ]
     assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
+
+
+def test_results_by_hand_with_failed_generations(tmp_path: Path):
+    """Metrics at k are means over the problems with at least k other generations."""
+    rows = [
+        (problem, letter, 1)
+        for problem, letters in (("easy", "aa!b"), ("hard", "bcda"), ("one", "!!!a"), ("none", "!!!!"))
+        for letter in letters
+    ]
+    found = compute_results(write(tmp_path, rows))
+    mean = {name: metric["mean"] for name, metric in found["metrics"].items()}
+    assert mean["pass@1"] == pytest.approx((2 / 3 + 1 / 4 + 1) / 3) and mean["solved"] == 1
+    assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert mean["pass@3"] == pytest.approx((1 + 3 / 4) / 2)
+    assert found["metrics"]["pass@4"] == {"mean": 1.0, "low": None, "high": None}
+    assert mean["majority_accuracy@4"] == 0 and mean["correct_clusters@2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert (found["num_problems"], found["num_generations"], found["num_failed"]) == (3, 4, 8)
+    assert [(row["num_correct"], row["num_generations"]) for row in found["per_problem"]] == [(2, 3), (1, 4), (1, 1)]
+    assert "8 responses are omitted" in omissions([found])
 
 
 def test_fractions_of_0_and_1_have_wide_intervals(tmp_path: Path):
