@@ -42,8 +42,7 @@ async def draw_generations(
       show: Called with the number of completed problems.
 
     Raises:
-      EpisodeError: If the environment or reward failed on all responses to a problem. All other problems are kept on
-        disk.
+      EpisodeError: If all responses to a problem have failed. All other problems are kept on disk.
       ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark, or if the
         task or the judge returns an invalid value.
     """

@@ -34,12 +34,9 @@ async def evaluate_held_out(
     """Computes evaluation metrics as means over held-out problems.
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
-    k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
-    failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
-    the problems that have a clustering, and are omitted if no problem has one. Generations on which the environment or
-    the reward failed are counted, and omitted from all other metrics, like problems without other generations. Metrics
-    at k omit problems with fewer than k generations. In a multi-process run, each process evaluates its share of the
-    problems, and all processes return the metrics of all problems.
+    k = 1, 2, 4, ... if they depend on k, the mean reward, the fraction of degenerate responses, and numbers of failures.
+    Metrics omit responses on which the environment or the reward failed, those at k problems with fewer other
+    responses, and those of clusters problems without a clustering. Each process evaluates its share of the problems.
 
     Args:
       rollouts: Generates the responses.
@@ -51,7 +48,7 @@ async def evaluate_held_out(
       stop: Interrupts the evaluation when a shutdown is requested. If None, the evaluation is not interrupted.
 
     Returns:
-      Metrics by name, each with the prefix `eval/`.
+      Metrics of all problems by name, each with the prefix `eval/`.
 
     Raises:
       ValueError: If a registered metric has the name of another metric or is not finite, or if the task or the judge

@@ -214,7 +214,7 @@ def problem_values(
         arrays = {**arrays, "graded_rewards": arrays["rewards"]}
     if "answers" in arrays and (np.concatenate(arrays["answers"]) == NO_ANSWER).all():
         arrays = {name: array for name, array in arrays.items() if name != "answers"}
-    places = {size: np.flatnonzero(sizes == size) for size in np.unique(sizes).tolist()}
+    places = {size: np.flatnonzero(sizes == size).tolist() for size in np.unique(sizes).tolist()}
     parts = {
         size: {name: np.stack([array[place] for place in own]) for name, array in arrays.items()}
         for size, own in places.items()

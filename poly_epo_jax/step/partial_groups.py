@@ -36,7 +36,7 @@ def group_advantages(
     found = np.full((len(groups), num_generations), np.nan, np.float32)
     sizes = np.array([len(group.rewards) for group in groups])
     for size in np.unique(sizes).tolist():
-        places = np.flatnonzero(sizes == size)
+        places = np.flatnonzero(sizes == size).tolist()
         own = [groups[place] for place in places]
         found[places, :size] = advantages(step, [one.group.problem for one in own], batch_features(own))
     return found

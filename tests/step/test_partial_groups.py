@@ -45,7 +45,7 @@ def test_advantages_of_every_estimator_are_those_of_the_remaining_generations():
     sampled = {"objective": "pass_at_n", "num_sets": 20}  # more than the 10 sets of 5 generations
     methods: list[dict[str, Any]] = [{"advantages": name} for name in ADVANTAGES] + [sampled]
     for method in methods:
-        compiled = make_advantages(AlgoSection(**{"set_size": SET_SIZE} | method), SEED)
+        compiled = make_advantages(AlgoSection(set_size=SET_SIZE, **method), SEED)
         found = group_advantages(compiled, STEP, groups, N)
         for row, group, arrays in zip(found, groups, features, strict=True):
             size = len(group.rewards)
