@@ -34,7 +34,7 @@ async def evaluate_held_out(
     """Computes evaluation metrics as means over held-out problems.
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
-    k = 1, 2, 4, ... if they depend on k, the mean reward, the fraction of degenerate responses, and numbers of failures.
+    k = 1, 2, 4, ... if they depend on k, the mean reward, the fraction of degenerate responses, and failure counts.
     Metrics omit responses on which the environment or the reward failed, those at k problems with fewer other
     responses, and those of clusters problems without a clustering. Each process evaluates its share of the problems.
 

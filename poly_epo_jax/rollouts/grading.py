@@ -113,23 +113,30 @@ async def _grade(
 async def _rewarded(group: Group, task: Task, timeout_seconds: float) -> tuple[Group, Float[np.ndarray, " M"]]:
     """Returns the group without the generations whose reward failed, and the rewards of the others."""
     failures, remaining, rewards = dict(group.failures), list[Generation](), list[Any]()
-    for index, generation in zip(group.indices, group.generations, strict=True):
-        if generation.outcome is not None:
-            reward = generation.outcome.reward
-        else:
-            assert isinstance(task, Rewarded)
-            work = in_daemon_thread(functools.partial(task.reward, group.problem, generation))
-            reward = await _limited(work, task, "reward", group.problem, timeout_seconds)
-        if not isinstance(reward, _CallFailure):
-            remaining.append(generation)
-            rewards.append(reward)
+    # Only a user's reward can fail, so only its calls are separate.
+    size = 1 if is_own(task) and isinstance(task, Rewarded) else max(1, len(group.generations))
+    for start in range(0, len(group.generations), size):
+        part = group.generations[start : start + size]
+        work = in_daemon_thread(functools.partial(_rewards, task, group.problem, part))
+        found = await _limited(work, task, "reward", group.problem, timeout_seconds)
+        if not isinstance(found, _CallFailure):
+            remaining += part
+            rewards += found
         elif (count := num_abandoned_threads()) >= MAX_ABANDONED:
-            raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {reward.reason}")
+            raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {found.reason}")
         else:
-            failures[index] = EnvironmentFailure(*reward)
+            failures[group.indices[start]] = EnvironmentFailure(*found)
     if len(remaining) < len(group.generations):
         group = dataclasses.replace(group, generations=tuple(remaining), failures=failures)
     return group, checked_rewards(task, group.problem, rewards)
+
+
+def _rewards(task: Task, problem: Problem, generations: Sequence[Generation]) -> list[Any]:
+    outcomes = [generation.outcome for generation in generations if generation.outcome is not None]
+    if outcomes:
+        return [outcome.reward for outcome in outcomes]
+    assert isinstance(task, Rewarded)
+    return [task.reward(problem, generation) for generation in generations]
 
 
 class _CallFailure(NamedTuple):
