@@ -168,6 +168,7 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"algo.options": {"bonus": 1}}, ["algo.options has 'bonus'", "marginal_set"]),
         ({"rollouts.options": {"path": "x"}}, ["rollouts.options has 'path'", "embedded"]),
         ({"judge.max_failed_fraction": 1.5}, ["judge.max_failed_fraction=1.5", "between 0 and 1"]),
+        ({"rollouts.min_group": 9}, ["rollouts.min_group=9", "train.num_generations=8"]),
         ({"rollouts.weight_sync": "nccl"}, ["rollouts.weight_sync='nccl'", "disk, tensor"]),
         ({"sampling.top_p": 0.9}, ["sampling.top_p=0.9 and sampling.top_k=0 would bias the gradient", "top_p=1"]),
         ({"sampling.top_k": 20}, ["sampling.top_p=1.0 and sampling.top_k=20 would bias the gradient"]),
