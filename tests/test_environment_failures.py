@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import PROBLEMS, ByLetter, LetterJudge, RandomLetters
+from fakes import PROBLEMS, ByLetter, LetterJudge, RandomLetters, collect
 from tiny_training import tiny_config, tiny_experience
 
 from poly_epo_jax.evaluate.benchmarks import Benchmark
@@ -65,9 +65,13 @@ def test_failed_prompts_are_counted_and_not_trained_on():
     assert metrics["episode/turns"] == 1 and metrics["episode/tries"] == 3
 
 
-@pytest.mark.parametrize(("failing", "fraction"), [("q", 0.25), ("pqr", 1.0)])
-def test_too_many_failures_end_the_run(failing: str, fraction: float):
-    with pytest.raises(EpisodeError, match=r"failed on \d of 3 prompts.*failed \(\d times\).*out of order"):
+@pytest.mark.parametrize(
+    ("failing", "fraction", "limit"),
+    [("q", 0.25, "more than rollouts.max_failed_fraction=0.25 allows"), ("pqr", 1.0, "so none is left")],
+)
+def test_too_many_failures_end_the_run(failing: str, fraction: float, limit: str):
+    error = rf"failed on \d of 3 prompts, {limit}\. .*failed \(\d times\).*out of order"
+    with pytest.raises(EpisodeError, match=error):
         batch(Failing(*failing), fraction)
 
 
@@ -140,26 +144,38 @@ def test_evaluations_omit_and_count_failed_problems():
         return asyncio.run(evaluation)
 
     assert evaluate("q")["eval/environment_failed_problems"] == 1
+    assert evaluate("q")["eval/environment/retries"] == 16
     mean = sum(evaluate(*{"p", "q", "r"} - {one})["eval/reward"] for one in "pr") / 2
     assert evaluate("q")["eval/reward"] == pytest.approx(mean)
-    with pytest.raises(EpisodeError, match="failed on 3 of 3"):
+    with pytest.raises(EpisodeError, match="failed on 3 of 3 prompts, so none is left"):
         evaluate("p", "q", "r")
 
 
+def test_retries_of_evaluations_are_not_counted_in_training():
+    """An evaluation runs while training has repeated episodes that no step has counted yet."""
+    task, sampler = Failing("q"), RandomLetters()
+    rollouts = sampler.rollouts(task)
+    collect(rollouts, PROBLEMS, 1, Sampling(2))
+    evaluated = asyncio.run(evaluate_held_out(rollouts, task, LetterJudge(), PROBLEMS, 8, Sampling(2)))
+    assert rollouts.environments is not None
+    assert rollouts.environments.metrics() == {"environment/retries": 2}
+    assert evaluated["eval/environment/retries"] == 16
+
+
 def test_an_evaluation_keeps_other_problems_and_continues(tmp_path: Path):
-    def draw(*failing: str) -> None:
+    def draw(*failing: str) -> dict[str, str]:
         task, sampler = Failing(*failing), RandomLetters()
         benchmark = Benchmark("letters", task, PROBLEMS)
         drawing = draw_generations(
             tmp_path, sampler.rollouts(task), benchmark, ExactJudge(task), 4, Sampling(2), lambda count: None
         )
-        asyncio.run(drawing)
+        return asyncio.run(drawing)
 
     open_folder(tmp_path, {})
-    with pytest.raises(EpisodeError, match=r"failed on 1 of 3 problems.*Rerun the command"):
-        draw("q")
+    (failed,) = draw("q").items()
+    assert failed[0] == "q" and "out of order" in failed[1]
     assert {row["problem"] for row in read_generations(tmp_path)} == {"p", "r"}
-    draw()
+    assert draw() == {}
     rows = list(read_generations(tmp_path))
     assert len(rows) == 12
     for row in rows:

@@ -11,9 +11,10 @@ from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, read
 from poly_epo_jax.judges.answer import final_answers, first_equal_index
 from poly_epo_jax.metrics.majority import NO_ANSWER
 from poly_epo_jax.records.run_folder import generation_rows
-from poly_epo_jax.rollouts.grading import EpisodeError, environment_failures, grade_groups
+from poly_epo_jax.rollouts.grading import CallFailure, EpisodeError, grade_groups, limited_call
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.system.json_files import Row, append_rows, keep_rows, sort_rows
 from poly_epo_jax.types import ComparesAnswers, GradedGroup, HasAnswers, Judge, Problem, Sampling, Task
 
@@ -26,11 +27,12 @@ async def draw_generations(
     num_generations: int,
     sampling: Sampling,
     show: Callable[[int], None],
-) -> None:
+) -> dict[str, str]:
     """Generates the missing responses of an evaluation. Problems that an earlier call completed are skipped.
 
-    An interrupted call can leave some rows of a problem in generations.jsonl. These rows are removed first, and the
-    problem is generated again.
+    A problem fails if its environment, its reward or its server does. All other problems are completed. An interrupted
+    call can leave some rows of a problem in generations.jsonl. These rows are removed first, and the problem is
+    generated again.
 
     Args:
       folder: Folder of the model on the benchmark, see `open_folder`.
@@ -41,8 +43,10 @@ async def draw_generations(
       sampling: Sampling parameters.
       show: Called with the number of completed problems.
 
+    Returns:
+      The reasons of the problems that failed, by id. generations.jsonl does not contain them.
+
     Raises:
-      EpisodeError: If the environment failed on a problem. All other problems are kept on disk.
       ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark, or if the
         task or the judge returns an invalid value.
     """
@@ -60,24 +64,29 @@ async def draw_generations(
     show(len(complete))
     missing = [problem for problem in problems if problem.id not in complete]
 
+    failed, limit = dict[str, str](), rollouts.grading_timeout_seconds
+
     async def write(graded: GradedGroup) -> None:
-        append_rows(path, await in_daemon_thread(lambda: _rows(graded, task)))
-        complete.add(graded.group.problem.id)
+        problem = graded.group.problem
+        rows = await limited_call(in_daemon_thread(lambda: _rows(graded, task)), task, "answer", problem, limit)
+        if isinstance(rows, CallFailure):
+            failed[problem.id] = rows.reason
+            return
+        append_rows(path, rows)
+        complete.add(problem.id)
         show(len(complete))
 
-    failures = []
     if missing:
         groups = rollouts.generate(missing, num_generations, sampling)
-        limit = rollouts.grading_timeout_seconds
-        graded = await grade_groups(groups, missing, task, judge, write, timeout_seconds=limit)
-        failures = environment_failures(graded)
+        try:
+            for one in await grade_groups(groups, missing, task, judge, write, timeout_seconds=limit):
+                if one.group.failure is not None:
+                    failed[one.group.problem.id] = one.group.failure.reason
+        except (ServerError, EpisodeError) as error:  # no further problem can be evaluated
+            failed |= {problem.id: str(error) for problem in missing if problem.id not in complete | failed.keys()}
     # Problems complete in arbitrary order. Sorting makes the file independent of this order.
     sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
-    if failures:
-        raise EpisodeError(
-            f"The environment or reward failed on {len(failures)} of {len(problems)} problems, for example: "
-            f"{failures[0].reason}. Rerun the command to evaluate these problems."
-        )
+    return failed
 
 
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:

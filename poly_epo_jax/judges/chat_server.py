@@ -1,7 +1,6 @@
 """Client of the OpenAI-compatible server of a judge: address, API key, waiting, and the causes of failed requests."""
 
 import asyncio
-import collections
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ import httpx
 from poly_epo_jax.config.checks import VARIABLE
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.reply import ReplyError, read_error
+from poly_epo_jax.system.counters import Counters
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
@@ -43,7 +43,7 @@ class ChatServer:
 
     Attributes:
       url: Value of `judge.url`.
-      counts: Number of repeated requests, as "retries".
+      counters: Number of repeated requests, as "retries".
 
     Args:
       section: Section `judge` of the configuration: URL, API key and request limits. "/v1" is appended to the URL
@@ -56,7 +56,7 @@ class ChatServer:
 
     def __init__(self, section: JudgeSection):
         self.url, self._section = section.url.rstrip("/"), section
-        self.counts = collections.Counter[str]()
+        self.counters = Counters()
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         self._key = _read_key(section.api_key_env)
         self._proxy = proxy_of(self.url) if self._key else ""
@@ -119,7 +119,7 @@ class ChatServer:
             left = since + self._section.wait_seconds - now
             if left <= 0 or delay > left:
                 raise failure
-            self.counts["retries"] += failure.kind == "limited"
+            self.counters.current["retries"] += failure.kind == "limited"
             await asyncio.sleep(max(delay, min(backoff_seconds(failures), left)))
 
     async def wait_until_ready(self, needs_models: bool) -> None:

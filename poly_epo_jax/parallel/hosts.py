@@ -75,6 +75,8 @@ def join(section: HostsSection) -> None:
             "process_id": section.process_id,
             "coordinator_bind_address": _bind_address(coordinator),
         }
+        if section.process_id == 0:
+            _check_port(coordinator)
     # On CPUs, the collectives of concurrently running programs would be confused with each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Ctrl-C terminates the process until training installs its own handler: there is nothing to save yet, and a
@@ -114,6 +116,24 @@ def _bind_address(coordinator: str) -> str | None:
     except (ValueError, OSError):
         return None
     return coordinator
+
+
+def _check_port(coordinator: str) -> None:
+    """Checks that the first process can listen on the port of the coordinator. Otherwise, JAX would be terminated.
+
+    Raises:
+      ValueError: If another process listens on the port, or if the port is reserved for the system.
+    """
+    host, _, port = (_bind_address(coordinator) or f":{coordinator.rpartition(':')[2]}").rpartition(":")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may still close
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"hosts.coordinator_address={coordinator}: process 0 cannot listen on port {port} ({error.strerror}); "
+                "choose another port for all processes, or end the process that uses it."
+            ) from error
 
 
 def count() -> int:

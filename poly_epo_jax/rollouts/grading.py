@@ -13,6 +13,7 @@ from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
 from poly_epo_jax.system.daemon_thread import in_daemon_thread, num_abandoned_threads
+from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.user_code import UserCodeError, is_own, user_code
 from poly_epo_jax.types import (
@@ -92,19 +93,19 @@ async def _grade(
     if group.failure is not None:
         return _failed(group)
 
-    async def score() -> np.ndarray | _CallFailure:
+    async def score() -> np.ndarray | CallFailure:
         with clock.stage("grade"):
             work = in_daemon_thread(lambda: _rewards(task, group))
-            rewards = await _limited(work, task, "reward", group.problem, timeout_seconds)
-        return rewards if isinstance(rewards, _CallFailure) else checked_rewards(task, group.problem, rewards)
+            rewards = await limited_call(work, task, "reward", group.problem, timeout_seconds)
+        return rewards if isinstance(rewards, CallFailure) else checked_rewards(task, group.problem, rewards)
 
     async def cluster() -> Any:
         with clock.stage("judge"):
-            found = await _limited(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
-        return checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, _CallFailure) else found)
+            found = await limited_call(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
+        return checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, CallFailure) else found)
 
     rewards, clustering = await asyncio.gather(score(), cluster())
-    if isinstance(rewards, _CallFailure):
+    if isinstance(rewards, CallFailure):
         if (count := num_abandoned_threads()) >= MAX_ABANDONED:
             raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {rewards.reason}")
         return _failed(dataclasses.replace(group, generations=(), failure=EnvironmentFailure(*rewards)))
@@ -122,14 +123,16 @@ def _failed(group: Group) -> GradedGroup:
     return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
 
 
-class _CallFailure(NamedTuple):
+class CallFailure(NamedTuple):
     """Kind and reason of the failure of a user's reward or judge."""
 
     kind: str
     reason: str
 
 
-async def _limited(work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float) -> Any:
+async def limited_call(
+    work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float
+) -> Any:
     """Returns the result of a call of a component.
 
     If a user has defined the component and the call raises an exception or exceeds the time limit, returns the failure.
@@ -138,15 +141,15 @@ async def _limited(work: Awaitable[Any], component: Any, method: str, problem: P
     name = f"{type(component).__name__}.{method}"
     try:
         async with limit:
-            with user_code(component, method, problem.id):
+            with pending_call(f"{name} of problem {problem.id!r}"), user_code(component, method, problem.id):
                 return await work
     except UserCodeError as error:
-        failure = _CallFailure("raised", str(error))
+        failure = CallFailure("raised", str(error))
     except TimeoutError:
         if not limit.expired():
             raise
         late = f"did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}"
-        failure = _CallFailure("late", f"{name} of problem {problem.id!r} {late}.")
+        failure = CallFailure("late", f"{name} of problem {problem.id!r} {late}.")
     warn_repeatedly(name, failure.reason)
     return failure
 
@@ -238,10 +241,11 @@ def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction
     """
     failures = environment_failures(graded)
     if failures and (len(failures) > max_failed_fraction * len(graded) or len(failures) == len(graded)):
+        is_all = len(failures) == len(graded)
+        limit = f"more than rollouts.max_failed_fraction={max_failed_fraction:g} allows"
         raise EpisodeError(
-            f"The environment or reward failed on {len(failures)} of {len(graded)} prompts, but at most "
-            f"rollouts.max_failed_fraction={max_failed_fraction:g} of them, and not all, may fail. "
-            f"{_most_frequent(failures)}"
+            f"The environment or reward failed on {len(failures)} of {len(graded)} prompts, "
+            f"{'so none is left' if is_all else limit}. {_most_frequent(failures)}"
         )
 
 
