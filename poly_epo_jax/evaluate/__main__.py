@@ -40,7 +40,7 @@ from poly_epo_jax.evaluate.benchmarks import (
     split_label,
 )
 from poly_epo_jax.evaluate.draw import draw_generations
-from poly_epo_jax.evaluate.folder import RESULTS, failed_text, open_folder, write_failed
+from poly_epo_jax.evaluate.folder import RESULTS, open_folder
 from poly_epo_jax.evaluate.models import Model, open_model
 from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
@@ -67,6 +67,7 @@ from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Sampling
 
 PROBLEMS_FAILED = 3
 """Exit code of an evaluation in which problems failed. All other problems are evaluated."""
+MAX_PRINTED = 20  # maximum number of printed problems that failed
 
 
 def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
@@ -90,7 +91,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
         if model.params is not None:
             cache = Path(config.compilation_cache_dir) / CHECKED
             verify_attention_kernel(config.model.attention, model.policy.config, mesh, cache)
-    num_generations, found, failures = flags.num_generations, [], dict[Path, dict[str, str]]()
+    num_generations, found, failures = flags.num_generations, [], []
     sampling = Sampling(**config.sampling, seed=config.seed)
     judged = flags.cluster and JUDGES[config.judge.name].clusters
     for name in flags.benchmarks:
@@ -114,19 +115,18 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
                     drawing = _draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations)
-                    failures[folder] = failed = asyncio.run(drawing)
+                    failed = asyncio.run(drawing)
                 finally:
                     rollouts.sampler.close()
-                write_failed(folder, failed)
+                failures += [f"{folder}: {problem} failed: {reason}" for problem, reason in failed.items()]
                 if len(failed) < len(benchmark.problems):
-                    about = {key: about[key] for key in ("sampling", "digests")} | {"num_failed": len(failed)}
+                    about = {key: about[key] for key in ("sampling", "digests")} | {"failed": failed}
                     found.append({"benchmark": benchmark.label, "model": label} | about | compute_results(folder))
                     write_json(folder / RESULTS, found[-1])
     _print_results(found, num_generations, flags.output)
-    for folder, failed in failures.items():
-        if failed:
-            print(failed_text(folder, failed), file=sys.stderr)
-    if any(failures.values()):
+    if failures:
+        print(*failures[:MAX_PRINTED], sep="\n", file=sys.stderr)
+        print(f"{len(failures)} problems failed. Rerun the command to generate only these problems.", file=sys.stderr)
         sys.exit(PROBLEMS_FAILED)
 
 

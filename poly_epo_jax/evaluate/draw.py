@@ -1,7 +1,7 @@
 """Generates, grades and clusters the responses of a model to a benchmark, and writes each problem when it completes."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +30,8 @@ async def draw_generations(
 ) -> dict[str, str]:
     """Generates the missing responses of an evaluation. Problems that an earlier call completed are skipped.
 
-    A problem fails if its environment, its reward or its server does. All other problems are completed. An interrupted
-    call can leave some rows of a problem in generations.jsonl. These rows are removed first, and the problem is
-    generated again.
+    A problem fails if its environment, reward or server fails. All other problems are completed. Rows of incomplete
+    problems, which an interrupted call can leave in generations.jsonl, are removed first.
 
     Args:
       folder: Folder of the model on the benchmark, see `open_folder`.
@@ -50,20 +49,11 @@ async def draw_generations(
       ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark, or if the
         task or the judge returns an invalid value.
     """
-    path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
-    positions = {problem.id: position for position, problem in enumerate(problems)}
-    counts = Counter(row["problem"] for row in read_generations(folder))
-    others = counts.keys() - positions.keys()
-    if others:
-        raise ValueError(
-            f"{folder} contains generations of {len(others)} problems that are not selected; select them too, or "
-            "choose another --output."
-        )
-    complete = {problem for problem, count in counts.items() if count == num_generations}
-    keep_rows(path, EVALUATED_GENERATION, lambda row: row["problem"] in complete)
+    path, task = folder / GENERATIONS, benchmark.task
+    positions = {problem.id: position for position, problem in enumerate(benchmark.problems)}
+    complete = _complete_problems(folder, positions, num_generations)
     show(len(complete))
-    missing = [problem for problem in problems if problem.id not in complete]
-
+    missing = [problem for problem in benchmark.problems if problem.id not in complete]
     failed, limit = dict[str, str](), rollouts.grading_timeout_seconds
 
     async def write(graded: GradedGroup) -> None:
@@ -83,10 +73,23 @@ async def draw_generations(
                 if one.group.failure is not None:
                     failed[one.group.problem.id] = one.group.failure.reason
         except (ServerError, EpisodeError) as error:  # no further problem can be evaluated
-            failed |= {problem.id: str(error) for problem in missing if problem.id not in complete | failed.keys()}
+            failed = {one.id: str(error) for one in missing if one.id not in complete} | failed
     # Problems complete in arbitrary order. Sorting makes the file independent of this order.
     sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
     return failed
+
+
+def _complete_problems(folder: Path, known: Collection[str], num_generations: int) -> set[str]:
+    """Returns the problems that an earlier call completed, and removes the rows of other problems."""
+    counts = Counter(row["problem"] for row in read_generations(folder))
+    if others := counts.keys() - set(known):
+        raise ValueError(
+            f"{folder} contains generations of {len(others)} problems that are not selected; select them too, or "
+            "choose another --output."
+        )
+    complete = {problem for problem, count in counts.items() if count == num_generations}
+    keep_rows(folder / GENERATIONS, EVALUATED_GENERATION, lambda row: row["problem"] in complete)
+    return complete
 
 
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:

@@ -5,12 +5,10 @@ about.json           model, benchmark, sampling parameters and judge, and digest
 generations.jsonl    one row per generation, with the columns of `EVALUATED_GENERATION` and, for episodes, the
                      columns of `records.run_folder.EPISODE`
 results.json         all metrics with their intervals, see results.py. docs/how_to/evaluate.md defines the metrics.
-failed.json          reasons of the problems that failed, by id. Only exists if problems failed
 lock                 locked by the process that executes the evaluation
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.records.run_folder import GENERATION
 from poly_epo_jax.system.json_files import Columns, Row, read_object, read_rows, write_json
 
-ABOUT, GENERATIONS, RESULTS, FAILED = "about.json", "generations.jsonl", "results.json", "failed.json"
-MAX_SHOWN = 10  # maximum number of printed reasons of failed problems
+ABOUT, GENERATIONS, RESULTS = "about.json", "generations.jsonl", "results.json"
 
 EVALUATED_GENERATION: Columns = {
     **GENERATION,
@@ -62,27 +59,6 @@ def read_generations(folder: Path) -> Iterator[Row]:
       ValueError: If a row is corrupted.
     """
     return read_rows(folder / GENERATIONS, EVALUATED_GENERATION)
-
-
-def write_failed(folder: Path, failed: Mapping[str, str]) -> None:
-    """Writes failed.json with the reasons of the problems that failed, by id. Removes it if no problem failed."""
-    if failed:
-        write_json(folder / FAILED, dict(failed))
-    else:
-        (folder / FAILED).unlink(missing_ok=True)
-
-
-def failed_text(folder: Path, failed: Mapping[str, str]) -> str:
-    """Returns a line for each of the first reasons, and a line with the number of failed problems and the remedy."""
-    problems = dict[str, list[str]]()
-    for problem, reason in failed.items():
-        problems.setdefault(" ".join(reason.split()), []).append(problem)
-    shown = [
-        f"  {first}{f' and {len(others)} more' if others else ''}: {reason}"
-        for reason, (first, *others) in itertools.islice(problems.items(), MAX_SHOWN)
-    ]
-    summary = f"{len(failed)} problems failed and are not in the results; {folder / FAILED} lists them."
-    return "\n".join([*shown, f"{summary} Rerun the command to generate only these problems."])
 
 
 def find_results(evaluation: Path) -> list[Path]:

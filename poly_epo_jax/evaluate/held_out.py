@@ -1,6 +1,6 @@
 """Evaluates the policy on held-out problems during training."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from poly_epo_jax.rollouts.grading import (
 )
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.returned_values import checked_counts
-from poly_epo_jax.system.counters import evaluation
+from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.signals import StopSignal
-from poly_epo_jax.types import GradedGroup, HasMetrics, Interactive, Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Group, HasMetrics, Interactive, Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(
@@ -38,9 +38,8 @@ async def evaluate_held_out(
     k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
     failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
     the problems that have a clustering, and are omitted if no problem has one. Problems on which the environment failed
-    are counted, and omitted from all other metrics. The counters of judge and environment are those of the evaluation.
-    In a multi-process run, each process evaluates its share of the problems, and all processes return the metrics of
-    all problems.
+    are counted, and omitted from all other metrics. The counters of judge and environment are separate from those of
+    training. Each process evaluates its share of the problems, and returns the metrics of all problems.
 
     Args:
       rollouts: Generates the responses.
@@ -61,18 +60,8 @@ async def evaluate_held_out(
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
-
-    async def draw() -> tuple[list[GradedGroup], Metrics]:
-        groups, limit = rollouts.generate(own, num_generations, sampling), rollouts.grading_timeout_seconds
-        counts: Metrics = {}
-        with evaluation():
-            graded = await grade_groups(groups, own, task, judge, timeout_seconds=limit)
-            for part in (judge, rollouts.environments):
-                if isinstance(part, HasMetrics):
-                    counts |= checked_counts(part, part.metrics(), counts)
-        return graded, counts
-
-    shares = await hosts.gather((stop or StopSignal()).run_interruptible(draw()))
+    drawing = _draw(rollouts.generate(own, num_generations, sampling), own, rollouts, task, judge)
+    shares = await hosts.gather((stop or StopSignal()).run_interruptible(drawing))
     drawn = [group for graded, _ in shares for group in graded]
     check_failed_environments(drawn, 1.0)
     graded = complete_groups(drawn)
@@ -94,6 +83,19 @@ async def evaluate_held_out(
     metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
     metrics |= hosts.total([counts for _, counts in shares])
     return {held_out(name): value for name, value in metrics.items()}
+
+
+async def _draw(
+    groups: AsyncIterator[Group], problems: Sequence[Problem], rollouts: Rollouts, task: Task, judge: Judge
+) -> tuple[list[GradedGroup], Metrics]:
+    """Returns the graded groups, and the counters of judge and environment. Must run in a separate task."""
+    EVALUATES.set(True)
+    graded = await grade_groups(groups, problems, task, judge, timeout_seconds=rollouts.grading_timeout_seconds)
+    counts: Metrics = {}
+    for part in (judge, rollouts.environments):
+        if isinstance(part, HasMetrics):
+            counts |= checked_counts(part, part.metrics(), counts)
+    return graded, counts
 
 
 def _arrays(graded: Sequence[GradedGroup]) -> dict[str, np.ndarray]:

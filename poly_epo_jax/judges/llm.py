@@ -108,7 +108,7 @@ class LLMJudge:
                 try:
                     body = {"model": await self._model_name(client), **request, **seed}
                     reply = await self._server.send(client, "POST", "/chat/completions", body)
-                    self._server.counters.current.update(read_usage(reply))
+                    self._server.counts.update(read_usage(reply))
                     return read_clustering(reply, len(group.generations), self._keys)
                 except ReplyError as error:
                     if attempt == self._attempts or not self._is_retried(error):
@@ -116,7 +116,7 @@ class LLMJudge:
                     if error.kind == "unavailable":
                         await asyncio.sleep(backoff_seconds(attempt))
                 attempt += 1
-                self._server.counters.current["retries"] += 1
+                self._server.counts["retries"] += 1
 
     async def wait_until_ready(self) -> None:
         """Waits until the server responds.
@@ -153,8 +153,7 @@ class LLMJudge:
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of retried requests, shortened responses and tokens since the last call."""
-        counts = self._server.counters.take()
-        return {f"judge/{name}": float(counts[name]) for name in COUNTS}
+        return {f"judge/{name}": float(self._server.counts.pop(name, 0)) for name in COUNTS}
 
     def _request(self, group: Group) -> dict[str, Any]:
         """Returns the parts of a request that do not depend on the attempt."""
@@ -162,7 +161,7 @@ class LLMJudge:
         messages, num_shortened = build_messages(
             self._rubric, group.problem.prompt, responses, self._max_response_chars
         )
-        self._server.counters.current["shortened_responses"] += num_shortened
+        self._server.counts["shortened_responses"] += num_shortened
         if self._single_message:
             messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
         request = {"messages": messages, **self._limits}

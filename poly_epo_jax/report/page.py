@@ -79,8 +79,7 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
             swatch = f'<span class="swatch look{figures.COLORS.index(line_styles[model]["color"])}"></span>'
             cells = [interval_cell(results["metrics"].get(name), metric.digits) for name, metric in columns.items()]
             rows.append([f"{swatch}{html.escape(model)}", *cells])
-        names = ("num_problems", "num_generations", "num_failed")
-        sizes = {tuple(results.get(name, 0) for name in names) for results in models.values()}
+        sizes = {(one["num_problems"], one["num_generations"], len(one.get("failed", ()))) for one in models.values()}
         size = " or ".join(
             f"{problems} problems, {generations} generations each"
             + f" ({failed} further problems failed)" * bool(failed)

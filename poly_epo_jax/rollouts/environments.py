@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
-from poly_epo_jax.system.counters import Counters
+from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.system.user_code import user_line
@@ -48,11 +49,11 @@ class Environments:
     task: Interactive
     timeout_seconds: float
     _loop: asyncio.AbstractEventLoop | None = None
-    _counters: Counters = dataclasses.field(default_factory=Counters)
+    _retries: Counter[bool] = dataclasses.field(default_factory=Counter)  # by `EVALUATES`
 
     def metrics(self) -> Metrics:
         """Returns the number of repeated episodes since the last call."""
-        return {"environment/retries": float(self._counters.take()["retries"])}
+        return {"environment/retries": float(self._retries.pop(EVALUATES.get(), 0))}
 
     async def play(
         self,
@@ -75,7 +76,7 @@ class Environments:
         """
         failure = None
         for attempt in range(MAX_ATTEMPTS):
-            self._counters.current["retries"] += attempt > 0
+            self._retries[EVALUATES.get()] += attempt > 0
             episode = RunningEpisode(self, problem)
             try:
                 await episode.start(seed)

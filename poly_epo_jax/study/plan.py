@@ -10,7 +10,7 @@ from typing import Any
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.evaluate.benchmarks import about_evaluation, benchmark_label, check_benchmark, has_held_out_problems
-from poly_epo_jax.evaluate.folder import ABOUT, FAILED, RESULTS
+from poly_epo_jax.evaluate.folder import ABOUT, RESULTS
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.read_config import check_judge_limit
@@ -84,7 +84,7 @@ class StudyRun:
         for benchmark in self.benchmarks:
             expected = about_evaluation(self.config, benchmark, weights, number, judged, digests)
             folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.key.label
-            if not (folder / RESULTS).exists() or (folder / FAILED).exists():
+            if not (folder / RESULTS).exists() or read_object(folder / RESULTS, "delete the folder").get("failed"):
                 return False
             saved = read_object(folder / ABOUT, "delete the folder")
             expected["digests"] = saved.get("digests", {}) | expected["digests"]

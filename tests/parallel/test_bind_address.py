@@ -10,7 +10,8 @@ import pytest
 from reserved_ports import reserve_port
 
 from poly_epo_jax.config.keys import HostsSection
-from poly_epo_jax.parallel.hosts import _bind_address, join
+from poly_epo_jax.parallel.coordinator import bind_address
+from poly_epo_jax.parallel.hosts import join
 
 LISTEN = """
 import sys
@@ -53,9 +54,9 @@ def test_a_port_in_use_is_named_before_jax_listens_on_it(host: str):
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "node-0", "node-0.cluster.internal"])
 def test_host_names_and_remote_addresses_listen_on_all_addresses(host: str):
-    assert _bind_address(f"{host}:8476") is None
+    assert bind_address(f"{host}:8476") is None
 
 
 def test_local_addresses_listen_on_that_address():
-    assert _bind_address("127.0.0.1:8476") == "127.0.0.1:8476"
-    assert _bind_address("[::1]:8476") in ("[::1]:8476", None)  # None on hosts without IPv6.
+    assert bind_address("127.0.0.1:8476") == "127.0.0.1:8476"
+    assert bind_address("[::1]:8476") in ("[::1]:8476", None)  # None on hosts without IPv6.
