@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge, RandomLetters
+from fakes import LETTERS, PROBLEMS, ByLetter, LetterJudge, RandomLetters, collect
 from tiny_training import tiny_config, tiny_experience, train_tiny
 
 from poly_epo_jax.evaluate.benchmarks import Benchmark
@@ -116,9 +116,13 @@ def test_exactly_the_failed_responses_are_masked(min_group: int):
     assert step_metrics(drawn.graded, 1, 4)["reward"] == pytest.approx(np.mean(rewards))
 
 
-@pytest.mark.parametrize(("failing", "fraction"), [("q", 0.25), ("pqr", 1.0)])
-def test_too_many_failures_end_the_run(failing: str, fraction: float):
-    with pytest.raises(EpisodeError, match=r"failed on \d of 3 prompts.*failed \(\d+ times\).*out of order"):
+@pytest.mark.parametrize(
+    ("failing", "fraction", "limit"),
+    [("q", 0.25, "more than rollouts.max_failed_fraction=0.25 allows"), ("pqr", 1.0, "so none is left")],
+)
+def test_too_many_failures_end_the_run(failing: str, fraction: float, limit: str):
+    error = rf"failed on \d of 3 prompts, {limit}\. .*failed \(\d+ times\).*out of order"
+    with pytest.raises(EpisodeError, match=error):
         batch(Failing(*failing), fraction)
 
 
@@ -210,9 +214,10 @@ def test_evaluations_omit_and_count_failed_problems():
         return asyncio.run(evaluation)
 
     assert evaluate("q")["eval/environment_failed_problems"] == 1
+    assert evaluate("q")["eval/environment/retries"] == 16
     mean = sum(evaluate(*{"p", "q", "r"} - {one})["eval/reward"] for one in "pr") / 2
     assert evaluate("q")["eval/reward"] == pytest.approx(mean)
-    with pytest.raises(EpisodeError, match="failed on 3 of 3"):
+    with pytest.raises(EpisodeError, match="failed on 3 of 3 prompts, so none is left"):
         evaluate("p", "q", "r")
 
 
@@ -236,20 +241,31 @@ def test_evaluations_use_the_remaining_responses():
             assert found[name] == pytest.approx(np.mean(means))
 
 
+def test_retries_of_evaluations_are_not_counted_in_training():
+    """An evaluation runs while training has repeated episodes that no step has counted yet."""
+    task, sampler = Failing("q"), RandomLetters()
+    rollouts = sampler.rollouts(task)
+    collect(rollouts, PROBLEMS, 1, Sampling(2))
+    evaluated = asyncio.run(evaluate_held_out(rollouts, task, LetterJudge(), PROBLEMS, 8, Sampling(2)))
+    assert rollouts.environments is not None
+    assert rollouts.environments.metrics() == {"environment/retries": 2}
+    assert evaluated["eval/environment/retries"] == 16
+
+
 def test_an_evaluation_keeps_other_problems_and_continues(tmp_path: Path):
-    def draw(*failing: str, every: int = 0) -> None:
+    def draw(*failing: str, every: int = 0) -> dict[str, str]:
         task, sampler = Failing(*failing, every=every), RandomLetters()
         benchmark = Benchmark("letters", task, PROBLEMS)
         drawing = draw_generations(
             tmp_path, sampler.rollouts(task), benchmark, ExactJudge(task), 4, Sampling(2), lambda count: None
         )
-        asyncio.run(drawing)
+        return asyncio.run(drawing)
 
     open_folder(tmp_path, {})
-    with pytest.raises(EpisodeError, match=r"failed on 1 of 3 problems.*Rerun the command"):
-        draw("q")
+    (failed,) = draw("q").items()
+    assert failed[0] == "q" and "out of order" in failed[1]
     assert {row["problem"] for row in read_generations(tmp_path)} == {"p", "r"}
-    draw(every=2)
+    assert draw(every=2) == {}
     rows = list(read_generations(tmp_path))
     masked = [(row["problem"], row["generation"]) for row in rows if row["reward"] is None]
     assert len(rows) == 12 and masked == [("q", index) for index in failing_indices(0, PROBLEMS[1], 4, 2)]
@@ -261,7 +277,7 @@ def test_an_evaluation_keeps_other_problems_and_continues(tmp_path: Path):
     }
     collection, tree = evaluation_collection("model", "letters", tmp_path, "q", 4)
     assert collection is not None and collection["all_generations"] == 12 - len(masked) == 8 + len(tree)
-    draw()
+    assert draw() == {}
     rows = list(read_generations(tmp_path))
     assert len(rows) == 12
     for row in rows:

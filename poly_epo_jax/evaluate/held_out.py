@@ -1,6 +1,6 @@
 """Evaluates the policy on held-out problems during training."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from poly_epo_jax.rollouts.grading import (
     judge_failures,
 )
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.signals import StopSignal
-from poly_epo_jax.types import GradedGroup, Interactive, Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Group, HasMetrics, Interactive, Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(
@@ -36,7 +38,8 @@ async def evaluate_held_out(
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
     k = 1, 2, 4, ... if they depend on k, the mean reward, the fraction of degenerate responses, and failure counts.
     Metrics omit responses on which the environment or the reward failed, those at k problems with fewer other
-    responses, and those of clusters problems without a clustering. Each process evaluates its share of the problems.
+    responses, and those of clusters problems without a clustering. The counters of judge and environment are separate
+    from those of training. Each process evaluates its share of the problems.
 
     Args:
       rollouts: Generates the responses.
@@ -57,10 +60,9 @@ async def evaluate_held_out(
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
-    groups, limit = rollouts.generate(own, num_generations, sampling), rollouts.grading_timeout_seconds
-    grading = grade_groups(groups, own, task, judge, timeout_seconds=limit)
-    shares = await hosts.gather((stop or StopSignal()).run_interruptible(grading))
-    drawn = [group for share in shares for group in share]
+    drawing = _draw(rollouts.generate(own, num_generations, sampling), own, rollouts, task, judge)
+    shares = await hosts.gather((stop or StopSignal()).run_interruptible(drawing))
+    drawn = [group for graded, _ in shares for group in graded]
     check_failed_environments(drawn, 1.0)
     graded = complete_groups(drawn)
     arrays = _arrays(graded)
@@ -81,7 +83,21 @@ async def evaluate_held_out(
             "under another name."
         )
     metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
+    metrics |= hosts.total([counts for _, counts in shares])
     return {held_out(name): value for name, value in metrics.items()}
+
+
+async def _draw(
+    groups: AsyncIterator[Group], problems: Sequence[Problem], rollouts: Rollouts, task: Task, judge: Judge
+) -> tuple[list[GradedGroup], Metrics]:
+    """Returns the graded groups, and the counters of judge and environment. Must run in a separate task."""
+    EVALUATES.set(True)
+    graded = await grade_groups(groups, problems, task, judge, timeout_seconds=rollouts.grading_timeout_seconds)
+    counts: Metrics = {}
+    for part in (judge, rollouts.environments):
+        if isinstance(part, HasMetrics):
+            counts |= checked_counts(part, part.metrics(), counts)
+    return graded, counts
 
 
 def _arrays(graded: Sequence[GradedGroup]) -> dict[str, list[np.ndarray]]:

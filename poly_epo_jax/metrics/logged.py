@@ -70,6 +70,17 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Above 0: all metrics of the evaluation omit these problems.",
             fallback=True,
         ),
+        "eval/environment/retries": LoggedMetric(
+            "Held-out repeated episodes",
+            "Number of held-out episodes that were repeated because the environment failed.",
+            fallback=True,
+        ),
+        "eval/judge/retries": LoggedMetric(
+            "Held-out judge retries",
+            "Number of requests to the judge about held-out problems that were repeated. Its other counters are named "
+            "in the same way.",
+            fallback=True,
+        ),
         # Generations of a step.
         "reward": LoggedMetric(
             "Training reward",

@@ -14,6 +14,7 @@ from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
 from poly_epo_jax.system.daemon_thread import in_daemon_thread, num_abandoned_threads
+from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.user_code import UserCodeError, is_own, user_code
 from poly_epo_jax.types import (
@@ -98,8 +99,8 @@ async def _grade(
     if len(rewards) < min_group:
         return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
     with clock.stage("judge"):
-        found = await _limited(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
-    clustering = checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, _CallFailure) else found)
+        found = await limited_call(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
+    clustering = checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, CallFailure) else found)
     correct = rewards >= minimum_correct(task)
     for index, generation in enumerate(group.generations):
         if generation.outcome is not None and generation.outcome.correct is not None:
@@ -118,8 +119,8 @@ async def _rewarded(group: Group, task: Task, timeout_seconds: float) -> tuple[G
     for start in range(0, len(group.generations), size):
         part = group.generations[start : start + size]
         work = in_daemon_thread(functools.partial(_rewards, task, group.problem, part))
-        found = await _limited(work, task, "reward", group.problem, timeout_seconds)
-        if not isinstance(found, _CallFailure):
+        found = await limited_call(work, task, "reward", group.problem, timeout_seconds)
+        if not isinstance(found, CallFailure):
             remaining += part
             rewards += found
         elif (count := num_abandoned_threads()) >= MAX_ABANDONED:
@@ -139,14 +140,16 @@ def _rewards(task: Task, problem: Problem, generations: Sequence[Generation]) ->
     return [task.reward(problem, generation) for generation in generations]
 
 
-class _CallFailure(NamedTuple):
+class CallFailure(NamedTuple):
     """Kind and reason of the failure of a user's reward or judge."""
 
     kind: str
     reason: str
 
 
-async def _limited(work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float) -> Any:
+async def limited_call(
+    work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float
+) -> Any:
     """Returns the result of a call of a component.
 
     If a user has defined the component and the call raises an exception or exceeds the time limit, returns the failure.
@@ -155,15 +158,15 @@ async def _limited(work: Awaitable[Any], component: Any, method: str, problem: P
     name = f"{type(component).__name__}.{method}"
     try:
         async with limit:
-            with user_code(component, method, problem.id):
+            with pending_call(f"{name} of problem {problem.id!r}"), user_code(component, method, problem.id):
                 return await work
     except UserCodeError as error:
-        failure, warning = _CallFailure("raised", error.reason), str(error)
+        failure, warning = CallFailure("raised", error.reason), str(error)
     except TimeoutError:
         if not limit.expired():
             raise
         late = f"did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}"
-        failure = _CallFailure("late", warning := f"{name} of problem {problem.id!r} {late}.")
+        failure = CallFailure("late", warning := f"{name} of problem {problem.id!r} {late}.")
     warn_repeatedly(name, warning)
     return failure
 
@@ -251,10 +254,11 @@ def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction
     """
     left_out = left_out_groups(graded)
     if left_out and (len(left_out) > max_failed_fraction * len(graded) or len(left_out) == len(graded)):
+        is_all = len(left_out) == len(graded)
+        limit = f"more than rollouts.max_failed_fraction={max_failed_fraction:g} allows"
         raise EpisodeError(
-            f"The environment or reward failed on {len(left_out)} of {len(graded)} prompts, but at most "
-            f"rollouts.max_failed_fraction={max_failed_fraction:g} of them, and not all, may fail. "
-            f"{_most_frequent(environment_failures(left_out))}"
+            f"The environment or reward failed on {len(left_out)} of {len(graded)} prompts, "
+            f"{'so none is left' if is_all else limit}. {_most_frequent(environment_failures(left_out))}"
         )
 
 

@@ -112,12 +112,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
             (word,) = generation_seeds(step, problem, 1)
             own = {name: features[name][place : place + 1] for name in estimator.reads}
             values = np.asarray(compiled(word, own))
-            expected = (1, next(iter(features.values())).shape[1])
-            if values.shape != expected:
-                raise ValueError(
-                    f"{estimator.title} computed advantages of shape {values.shape} instead of {expected}; correct the "
-                    "function of algo.advantages or algo.objective so that it returns one advantage per generation."
-                )
+            _check_shape(estimator, values.shape, next(iter(features.values())).shape[1])
             if not np.isfinite(values).all():
                 raise ValueError(
                     f"{estimator.title} computed a non-finite advantage for problem {problem.id!r} of step {step}; "
@@ -129,13 +124,21 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
     return advantages
 
 
+def _check_shape(estimator: Estimator, shape: tuple[int, ...], num_generations: int) -> None:
+    if shape != (expected := (1, num_generations)):
+        raise ConfigError(
+            f"{estimator.title} computed advantages of shape {shape} instead of {expected}; correct the function of "
+            "algo.advantages or algo.objective so that it returns one advantage per generation."
+        )
+
+
 def check_estimator(algo: AlgoSection, num_generations: int) -> None:
     """Traces the estimator on one prompt, so that mistakes in a user's function are reported at the start.
 
     Estimators that read other features than rewards, lengths, log-probabilities and clusters are not checked.
 
     Raises:
-      ConfigError: If the code of a user raises an exception.
+      ConfigError: If the code of a user raises an exception, or the advantages have another shape than the rewards.
     """
     estimator = make_estimator(algo)
     if not set(estimator.reads) <= {*OWN_FEATURES, "clusters"}:
@@ -145,7 +148,7 @@ def check_estimator(algo: AlgoSection, num_generations: int) -> None:
         for name in estimator.reads
     }
     try:
-        jax.eval_shape(estimator.advantages, jax.random.key(0), features)
+        traced = jax.eval_shape(estimator.advantages, jax.random.key(0), features)
     except Exception as error:
         if not (line := user_line(error)):
             raise
@@ -154,6 +157,7 @@ def check_estimator(algo: AlgoSection, num_generations: int) -> None:
             f"{first_line(error)} Objectives and advantage estimators are compiled by JAX: use functions of jax.numpy "
             "instead of NumPy, and jnp.where instead of if."
         ) from error
+    _check_shape(estimator, traced.shape, num_generations)
 
 
 def has_signal(advantages: Float[np.ndarray, "P N"]) -> Bool[np.ndarray, " P"]:

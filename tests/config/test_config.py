@@ -223,6 +223,7 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"algo.loss_options": {"cov_fraction": 0.5}}, ["algo.loss_options", "ppo_clip", "dual_clip"]),
         ({"algo.loss_options": {"dual_clip": 0.5}}, ["algo.loss_options.dual_clip=0.5", "be 0, or lie between 1 and"]),
         ({"algo.loss_options": {"clip_low": 0.1}}, ["algo.loss_options has 'clip_low'", "set algo.clip_low"]),
+        ({"algo.advantages": "rep_exp"}, ["reads embeddings", "judge.name='exact' does not provide"]),
         ({"judge.name": "none", "algo.advantages": "darling"}, ["judge.name='none'", "DARLING requires clusters"]),
     ],
 )

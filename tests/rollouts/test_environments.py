@@ -13,6 +13,7 @@ from simulated_time import SimulatedTime
 from poly_epo_jax.rollouts import environments
 from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
 
 
@@ -73,9 +74,10 @@ def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fa
     task = Faulty(method, fault)
     a, b, c = play(task)
     assert b.generations == () and list(b.failures) == list(range(N))
+    turn = " to turn 1" if method == "reply" else ""
     for failure in b.failures.values():
         assert failure.kind == kind
-        assert f"Faulty: {method} of problem 'b'" in failure.reason and reason in failure.reason
+        assert f"Faulty: {method}{turn} of problem 'b'" in failure.reason and reason in failure.reason
     assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
         y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
     ]
@@ -108,6 +110,12 @@ def test_an_environment_that_hangs_exceeds_its_deadline(time: SimulatedTime, met
     assert "rollouts.turn_timeout_seconds=0.2" in b.failures[0].reason
     assert time.expired == [0.2] * N * MAX_ATTEMPTS
     assert not a.failures and not c.failures
+
+
+def test_calls_of_environments_are_pending_calls():
+    seen = []
+    play(Faulty("reply", lambda: seen.append(pending_calls()[0])))
+    assert "Faulty: reply to turn 1 of problem '" in seen[0] and not pending_calls()[0]
 
 
 def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: SimulatedTime):

@@ -29,6 +29,7 @@ from poly_epo_jax.rollouts.grading import (
     left_out_groups,
     usable_groups,
 )
+from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, GradedGroup, Group, JudgeFailure, Problem
 
 
@@ -136,6 +137,23 @@ def test_the_task_determines_which_rewards_are_correct():
         groups = stream([group(PROBLEMS[0], "abcd")])
         (graded,) = asyncio.run(grade_groups(groups, PROBLEMS[:1], task, LetterJudge()))
         assert graded.correct.tolist() == expected and graded.correct.dtype == bool
+
+
+def test_rewards_and_judges_are_pending_calls():
+    class Watched(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            seen.append(pending_calls()[0])
+            return super().reward(problem, generation)
+
+    class WatchedJudge(LetterJudge):
+        async def cluster(self, group: Group):
+            seen.append(pending_calls()[0])
+            return await super().cluster(group)
+
+    seen: list[str] = []
+    asyncio.run(grade_groups(stream([group(PROBLEMS[0], "a")]), PROBLEMS[:1], Watched(), WatchedJudge()))
+    assert len(seen) == 2 and "Watched.reward of problem 'p'" in seen[0] + seen[1]
+    assert "WatchedJudge.cluster of problem 'p'" in seen[0] + seen[1] and not pending_calls()[0]
 
 
 def test_a_reward_that_raises_masks_its_response(capsys: pytest.CaptureFixture[str]):
