@@ -17,6 +17,7 @@ from poly_epo_jax.rollouts.grading import (
     judge_failures,
 )
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.rewards import mean_parts
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import GradedGroup, Interactive, Judge, Metrics, Problem, Sampling, Task
 
@@ -33,7 +34,7 @@ async def evaluate_held_out(
     """Computes evaluation metrics as means over held-out problems.
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
-    k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
+    k = 1, 2, 4, ... if they depend on k. It also contains the mean reward and its parts, the number of problems on which the judge
     failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
     the problems that have a clustering, and are omitted if no problem has one. Problems on which the environment failed
     are counted, and omitted from all other metrics. In a multi-process run, each process
@@ -74,6 +75,7 @@ async def evaluate_held_out(
         clusters = cluster_ids(with_clusters)
         values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
         metrics["degenerate_fraction"] = degenerate_share(clusters)
+    metrics |= mean_parts(graded)
     if taken := metrics.keys() & values.keys():
         raise ValueError(
             f"{held_out(min(taken))} is the name of another metric; register the evaluation metric {min(taken)!r} "

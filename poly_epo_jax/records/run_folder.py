@@ -27,8 +27,8 @@
                          start and end relative to `start`, and the step of its batch. The step of the batch is the
                          next step for a batch that is generated ahead, and the previous step for a checkpoint, which is
                          written after the row of its step.
-    generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION` and, for episodes,
-                         `EPISODE`.
+    generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION`, for episodes
+                         `EPISODE`, and for rewards with several parts `REWARDS`.
     tensorboard/         Metrics and timing as TensorBoard events, and traces of the steps of train.profile_steps.
     checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.
@@ -46,6 +46,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.metrics.logged import is_held_out
@@ -74,6 +76,10 @@ EPISODE: Columns = {
     "strategy": str | None,  # representation of the strategy of the outcome; null if the environment has none
 }
 """Additional columns of a generation that is an episode."""
+REWARDS: Columns = {
+    "rewards": dict,  # parts of the reward by name, in [0, 1]; null for parts that do not apply
+}
+"""Additional column of a generation whose reward has several parts."""
 LOGGED_GENERATION: Columns = {
     **GENERATION,
     "step": int,
@@ -202,7 +208,7 @@ def read_method(folder: Path) -> str:
 
 
 def generation_rows(graded: GradedGroup) -> list[Row]:
-    """Creates a row for each generation of a group, with the columns of `GENERATION` and, for episodes, `EPISODE`."""
+    """Creates a row for each generation of a group, with the columns of `GENERATION`, and `EPISODE` or `REWARDS`."""
     problem, generations = graded.group.problem, graded.group.generations
     clusters: list[int | None] = [None] * len(generations)
     rationales: list[str | None] = [None] * len(generations)
@@ -221,6 +227,7 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
             "rationale": rationales[index],
         }
         | _episode_columns(generation)
+        | _parts_column(graded, index)
         for index, generation in enumerate(generations)
     ]
 
@@ -230,6 +237,11 @@ def _episode_columns(generation: Generation) -> Row:
         return {}
     strategy = generation.outcome.strategy
     return {"turns": list(generation.turns), "strategy": None if strategy is None else repr(strategy)}
+
+
+def _parts_column(graded: GradedGroup, index: int) -> Row:
+    parts = {name: None if np.isnan(part[index]) else float(part[index]) for name, part in graded.parts.items()}
+    return {"rewards": parts} if parts else {}
 
 
 @contextlib.contextmanager

@@ -8,11 +8,12 @@ figures of all reports.
 import base64
 import collections
 import contextlib
+import fnmatch
 import html
 import io
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -128,17 +129,27 @@ def lay_out(figure: Figure) -> None:
         figure.set_layout_engine(None)
 
 
+def logged_metrics(runs: Runs) -> set[str]:
+    """Returns the names of all metrics of the runs."""
+    return {metric for rows in runs.values() for row in rows for metric in row}
+
+
 def plot_training_dynamics(runs: Runs) -> Figure | None:
     """Draws a panel with all runs for each metric of `drawn_metrics` that at least one run has.
 
     Values of single steps are drawn faintly under a smoothed line. Returns None if no run has any of the metrics.
     """
-    return _panels(runs, drawn_metrics(), max_columns=4, panel_size=(3.5, 2.8))
+    return _panels(runs, drawn_metrics(logged_metrics(runs)), max_columns=4, panel_size=(3.5, 2.8))
 
 
-def drawn_metrics() -> list[str]:
-    """Returns the names of the logged metrics that are drawn over training steps."""
-    return [name for name, metric in LOGGED_METRICS.items() if metric.drawn]
+def drawn_metrics(logged: Iterable[str] = ()) -> list[str]:
+    """Returns the names of the metrics that are drawn over training steps.
+
+    Args:
+      logged: Names of metrics, among which those with a drawn prefix are selected.
+    """
+    drawn, names = [name for name, metric in LOGGED_METRICS.items() if metric.drawn], sorted(logged)
+    return [one for name in drawn for one in (fnmatch.filter(names, name) if "*" in name else [name])]
 
 
 def plot_comparison(runs: Runs) -> Figure | None:

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
+from poly_epo_jax.rollouts.rewards import response_reward
 from poly_epo_jax.system.daemon_thread import in_daemon_thread, num_abandoned_threads
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.user_code import UserCodeError, is_own, user_code
@@ -20,6 +21,7 @@ from poly_epo_jax.types import (
     EnvironmentFailure,
     GradedGroup,
     Group,
+    HasRewards,
     Judge,
     JudgeFailure,
     Problem,
@@ -92,9 +94,11 @@ async def _grade(
     if group.failure is not None:
         return _failed(group)
 
+    parts: dict[str, np.ndarray] = {}
+
     async def score() -> np.ndarray | _CallFailure:
         with clock.stage("grade"):
-            work = in_daemon_thread(lambda: _rewards(task, group))
+            work = _rewards(task, group, parts)
             rewards = await _limited(work, task, "reward", group.problem, timeout_seconds)
         return rewards if isinstance(rewards, _CallFailure) else checked_rewards(task, group.problem, rewards)
 
@@ -112,7 +116,7 @@ async def _grade(
     for index, generation in enumerate(group.generations):
         if generation.outcome is not None and generation.outcome.correct is not None:
             correct[index] = generation.outcome.correct
-    graded = GradedGroup(group, rewards, correct, clustering)
+    graded = GradedGroup(group, rewards, correct, clustering, parts)
     if then is not None:
         await then(graded)
     return graded
@@ -151,12 +155,18 @@ async def _limited(work: Awaitable[Any], component: Any, method: str, problem: P
     return failure
 
 
-def _rewards(task: Task, group: Group) -> list[Any]:
-    outcomes = [generation.outcome for generation in group.generations if generation.outcome is not None]
+async def _rewards(task: Task, group: Group, parts: dict[str, np.ndarray]) -> list[Any]:
+    """Returns the rewards of the generations, and adds their parts to `parts`."""
+    problem, generations = group.problem, group.generations
+    outcomes = [generation.outcome for generation in generations if generation.outcome is not None]
     if outcomes:
         return [outcome.reward for outcome in outcomes]
+    if isinstance(task, HasRewards):
+        scores = await asyncio.gather(*(response_reward(task, problem, generation) for generation in generations))
+        parts |= {name: np.array([of_one[name] for _, of_one in scores], np.float32) for name in scores[0][1]}
+        return [reward for reward, _ in scores]
     assert isinstance(task, Rewarded)
-    return [task.reward(group.problem, generation) for generation in group.generations]
+    return await in_daemon_thread(lambda: [task.reward(problem, generation) for generation in generations])
 
 
 def complete_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

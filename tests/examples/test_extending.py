@@ -1,4 +1,4 @@
-"""Tests of the files in docs/how_to/extend.md, which run exactly as shown."""
+"""Tests of the files in docs/how_to/extend.md, which run exactly as shown, and of examples/boxes.py."""
 
 import json
 import re
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 # Trains a base policy that is sometimes correct. All tests share the base policy and the compiled programs.
 SHORT = SETTINGS | {"base.clean_steps": 300, "train.num_steps": 2, "log.generations_every": 1}
 Train = Callable[..., list[dict]]
+BOXES = ROOT / "examples" / "boxes.py"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mine")
     for name, text in FILES.items():
         (folder / name).write_text(text)
+    (folder / BOXES.name).write_text(BOXES.read_text())
     return folder
 
 
@@ -65,7 +67,8 @@ def advantages(folder: Path) -> list[float]:
 
 def test_all_files_are_covered():
     covered = set(re.findall(r'train\(\s*"(\w+\.py)"', Path(__file__).read_text()))
-    assert FILES.keys() == covered | {"my_family.py"}  # covered by test_model_family.py
+    covered_elsewhere = {"my_family.py"}  # by test_model_family.py
+    assert FILES.keys() | {BOXES.name} == covered | covered_elsewhere
 
 
 def test_a_single_turn_task(train: Train, folder: Path):
