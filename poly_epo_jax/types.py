@@ -301,7 +301,9 @@ class Judge(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems of a task, which also is `Rewarded`, `HasRewards` or `Interactive`. Other protocols describe optional methods.
+    """Problems of a task, which also is `Rewarded`, `HasRewards` or `Interactive`.
+
+    Other protocols describe optional methods.
 
     Attributes:
       train_problems: Problems that are trained on.
@@ -333,8 +335,8 @@ class Reward:
     """
 
     function: Callable[..., Any]
-    weight: float = 1.0
-    range: tuple[float, float] = (0.0, 1.0)
+    weight: int | float = 1
+    range: tuple[int | float, int | float] = (0, 1)
     name: str = ""
 
 

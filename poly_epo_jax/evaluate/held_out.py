@@ -34,11 +34,11 @@ async def evaluate_held_out(
     """Computes evaluation metrics as means over held-out problems.
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
-    k = 1, 2, 4, ... if they depend on k. It also contains the mean reward and its parts, the number of problems on which the judge
-    failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
-    the problems that have a clustering, and are omitted if no problem has one. Problems on which the environment failed
-    are counted, and omitted from all other metrics. In a multi-process run, each process
-    evaluates its share of the problems, and all processes return the metrics of all problems.
+    k = 1, 2, 4, ... if they depend on k. It also contains the mean reward and its parts, the number of problems on
+    which the judge failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters`
+    are means over the problems that have a clustering, and are omitted if no problem has one. Problems on which the
+    environment failed are counted, and omitted from all other metrics. In a multi-process run, each process evaluates
+    its share of the problems, and all processes return the metrics of all problems.
 
     Args:
       rollouts: Generates the responses.

@@ -163,7 +163,7 @@ async def _rewards(task: Task, group: Group, parts: dict[str, np.ndarray]) -> li
         return [outcome.reward for outcome in outcomes]
     if isinstance(task, HasRewards):
         scores = await asyncio.gather(*(response_reward(task, problem, generation) for generation in generations))
-        parts |= {name: np.array([of_one[name] for _, of_one in scores], np.float32) for name in scores[0][1]}
+        parts.update({name: np.array([of_one[name] for _, of_one in scores], np.float32) for name in scores[0][1]})
         return [reward for reward, _ in scores]
     assert isinstance(task, Rewarded)
     return await in_daemon_thread(lambda: [task.reward(problem, generation) for generation in generations])

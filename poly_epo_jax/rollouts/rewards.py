@@ -54,9 +54,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-async def response_reward(
-    task: HasRewards, problem: Problem, generation: Generation
-) -> tuple[float, dict[str, float]]:
+async def response_reward(task: HasRewards, problem: Problem, generation: Generation) -> tuple[float, dict[str, float]]:
     """Computes the reward of a response. All parts are computed concurrently.
 
     Args:

@@ -66,7 +66,7 @@ def advantages(folder: Path) -> list[float]:
 
 
 def test_all_files_are_covered():
-    covered = set(re.findall(r'train\(\s*"(\w+\.py)"', Path(__file__).read_text()))
+    covered = set(re.findall(r'train\(\s*"(\w+\.py)', Path(__file__).read_text()))
     covered_elsewhere = {"my_family.py"}  # by test_model_family.py
     assert FILES.keys() | {BOXES.name} == covered | covered_elsewhere
 
@@ -126,13 +126,22 @@ def test_invalid_options_of_a_loss_are_rejected(command, option: str, value: obj
     assert all(text in done.stderr for text in expected), done.stderr
 
 
-def test_a_task_with_two_turns_is_learned(train: Train, folder: Path):
+def test_an_environment_is_learned_and_its_judge_clusters_by_box(train: Train, folder: Path):
     small = {key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")}
     few = {"train.prompts_per_batch": 16, "train.prompts_per_minibatch": 8, "eval.num_generations": 8}
-    rows = train("my_task.py", "my-task", **small, **few, **{"train.num_steps": 14})
+    rows = train("boxes.py:grpo", "boxes-grpo", **small, **few, **{"train.num_steps": 14, "log.generations_every": 1})
     rewards = [row["reward"] for row in rows]
     assert 0.1 < rewards[0] < 0.45
     assert np.mean(rewards[-5:]) > 2 * rewards[0]
+    clusters: dict[tuple, dict[str, int]] = {}
+    for row in read_rows(folder / "runs/boxes-grpo" / GENERATIONS):
+        known = clusters.setdefault((row["step"], row["problem"], row["occurrence"]), {})
+        opened = row["turns"][0] if row["turns"][0] in [*"abcdef"] else ""
+        assert known.setdefault(opened, row["cluster"]) == row["cluster"]
+        is_named = bool(opened) and opened in row["prompt"]
+        assert row["correct"] == (is_named and f"={row['turns'][-1]}" == row["turns"][1])
+        assert (row["cluster"] == DEGENERATE_CLUSTER) == (opened == "")
+    assert all(len(set(known.values())) == len(known) for known in clusters.values())
 
 
 KILLED = """
@@ -144,7 +153,7 @@ KILLED = """
 
 
 def test_a_run_killed_in_an_episode_resumes_with_the_same_bytes(command, folder: Path):
-    text = FILES["my_task.py"].replace("import random\n", "import itertools, os, pathlib, random, signal\n")
+    text = BOXES.read_text().replace("import random\n", "import itertools, os, pathlib, random, signal\n")
     text = text.replace("    async def reply(self, generation):\n", KILLED.lstrip("\n"))
     (folder / "killed.py").write_text(
         text.replace("class BoxesEpisode", "REPLIES = itertools.count()\n\n\nclass BoxesEpisode")

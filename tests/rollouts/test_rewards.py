@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import LETTERS, PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
+from fakes import LETTERS, PATIENCE, PROBLEMS, ByLetter, LetterJudge, group, unchecked
 from simulated_time import SimulatedTime
 from tiny_training import train_tiny
 
@@ -94,8 +94,8 @@ def test_a_reward_function_of_trl_is_called_as_trl_calls_it():
     task = Parts()
     task.rewards = recorded
     assert graded(task, "ab", problem).rewards.tolist() == [0, 1]
-    others = {"difficulty", "problems", "generations"}
-    assert sorted(received) == [(["p:"], [text], [[ids, 1]], ["b"], ["a"], others) for text, ids in (("a", 2), ("b", 3))]
+    shared = ["b"], ["a"], {"difficulty", "problems", "generations"}
+    assert sorted(received) == [(["p:"], [text], [[ids, 1]], *shared) for text, ids in (("a", 2), ("b", 3))]
     chat = dataclasses.replace(PROBLEMS[0], chat=True)
     assert graded(Parts(format_reward_func), "abc", chat).rewards.tolist() == [1, 1, 0]
 
@@ -208,8 +208,9 @@ def test_values_may_exceed_the_range_by_a_rounding_error():
     [
         ([raising, raising], "unique"),
         ([lambda **columns: [1.0]], "name="),
-        (["accuracy"], "not a function"),
+        ([unchecked(Reward, function="accuracy", name="")], "not a function"),
         ([Reward(raising, weight=-1)], "weight is -1"),
+        ([unchecked(Reward, function=raising, weight="1", range=(0, 1), name="")], "weight is '1'"),
         ([Reward(raising, weight=math.inf)], "weight is inf"),
         ([Reward(raising, weight=0)], "above 0"),
         ([], "above 0"),
@@ -253,4 +254,4 @@ def test_the_parts_are_logged_stored_and_drawn(tmp_path: Path):
     assert all(0 <= row["eval/rewards/tone"] <= 1 for row in metrics if "eval/reward" in row)
     figure = plot_training_dynamics({"run": metrics})
     assert figure is not None
-    assert {"Reward part right", "Reward part tone"} <= {axes.get_title() for axes in figure.axes}
+    assert {"Reward part right", "Reward part tone"} <= {axes.get_title("left") for axes in figure.axes}
