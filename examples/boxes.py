@@ -8,6 +8,7 @@ it: `bd?` is continued with `d`, the reply `=7`, and `7`. Each opened box is a s
 
 import itertools
 import random
+from collections.abc import Sequence
 
 from poly_epo_jax.config import default
 from poly_epo_jax.judges import JUDGES, JudgeEntry
@@ -26,20 +27,20 @@ def make_problems():
 
 def reward(problem, opened, digit, repeated):
     """Returns 1 if the policy opened a box that the prompt names and repeated its digit, and 0 otherwise."""
-    return float(opened is not None and opened in problem.answer and repeated == digit)
+    return float(opened != "" and opened in problem.answer and repeated == digit)
 
 
 class BoxesEpisode:
     """The environment of one response. Its state are the digits, which depend on the seed, and the policy's actions."""
 
     def __init__(self, problem, seed):
-        self.problem, self.opened, self.repeated = problem, None, None
+        self.problem, self.opened, self.repeated = problem, "", ""
         self.digits = dict(zip(BOXES, random.Random(seed).sample(DIGITS, len(BOXES)), strict=True))
 
     async def reply(self, generation):
         """Returns the digit of a box, or None to end the episode."""
         said = generation.turns[-1]
-        if self.opened is None and said in self.digits:
+        if not self.opened and said in self.digits:
             self.opened = said
             return f"={self.digits[said]}"
         self.repeated = said
@@ -48,7 +49,7 @@ class BoxesEpisode:
     async def close(self):
         """Returns the reward, and metrics, whose means are logged as `episode/NAME`."""
         value = reward(self.problem, self.opened, self.digits.get(self.opened), self.repeated)
-        return Outcome(value, metrics={"opened": float(self.opened is not None)})
+        return Outcome(value, metrics={"opened": float(self.opened != "")})
 
 
 class BoxesTask:
@@ -59,7 +60,8 @@ class BoxesTask:
     def __init__(self, num_held_out: int = 6):
         problems = make_problems()
         random.Random(0).shuffle(problems)
-        self.train_problems, self.held_out_problems = problems[num_held_out:], problems[:num_held_out]
+        self.train_problems: Sequence[Problem] = problems[num_held_out:]
+        self.held_out_problems: Sequence[Problem] = problems[:num_held_out]
 
     def start(self, problem, seed):
         return BoxesEpisode(problem, seed)

@@ -38,7 +38,7 @@ async def evaluate_held_out(
     which the judge failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters`
     are means over the problems that have a clustering, and are omitted if no problem has one. Problems on which the
     environment failed are counted, and omitted from all other metrics. In a multi-process run, each process evaluates
-    its share of the problems, and all processes return the metrics of all problems.
+    its share of the problems and returns the metrics of all problems.
 
     Args:
       rollouts: Generates the responses.
@@ -75,13 +75,12 @@ async def evaluate_held_out(
         clusters = cluster_ids(with_clusters)
         values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
         metrics["degenerate_fraction"] = degenerate_share(clusters)
-    metrics |= mean_parts(graded)
     if taken := metrics.keys() & values.keys():
         raise ValueError(
             f"{held_out(min(taken))} is the name of another metric; register the evaluation metric {min(taken)!r} "
             "under another name."
         )
-    metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
+    metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()} | mean_parts(graded)
     return {held_out(name): value for name, value in metrics.items()}
 
 

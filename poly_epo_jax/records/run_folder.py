@@ -27,8 +27,8 @@
                          start and end relative to `start`, and the step of its batch. The step of the batch is the
                          next step for a batch that is generated ahead, and the previous step for a checkpoint, which is
                          written after the row of its step.
-    generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION`, for episodes
-                         `EPISODE`, and for rewards with several parts `REWARDS`.
+    generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION` and, for episodes,
+                         `EPISODE`.
     tensorboard/         Metrics and timing as TensorBoard events, and traces of the steps of train.profile_steps.
     checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.
@@ -43,11 +43,10 @@ In JSON, values that are not finite are null. TensorBoard events contain them un
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.metrics.logged import is_held_out
@@ -76,10 +75,6 @@ EPISODE: Columns = {
     "strategy": str | None,  # representation of the strategy of the outcome; null if the environment has none
 }
 """Additional columns of a generation that is an episode."""
-REWARDS: Columns = {
-    "rewards": dict,  # parts of the reward by name, in [0, 1]; null for parts that do not apply
-}
-"""Additional column of a generation whose reward has several parts."""
 LOGGED_GENERATION: Columns = {
     **GENERATION,
     "step": int,
@@ -208,8 +203,14 @@ def read_method(folder: Path) -> str:
 
 
 def generation_rows(graded: GradedGroup) -> list[Row]:
-    """Creates a row for each generation of a group, with the columns of `GENERATION`, and `EPISODE` or `REWARDS`."""
+    """Creates a row for each generation of a group, with the columns of `GENERATION` and, for episodes, `EPISODE`.
+
+    If the reward has several parts, the column `rewards` contains the parts by name. Those that do not apply are None.
+    """
     problem, generations = graded.group.problem, graded.group.generations
+    parts = {
+        name: [None if math.isnan(value) else value for value in part.tolist()] for name, part in graded.parts.items()
+    }
     clusters: list[int | None] = [None] * len(generations)
     rationales: list[str | None] = [None] * len(generations)
     if isinstance(graded.clustering, Clustering):
@@ -227,7 +228,7 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
             "rationale": rationales[index],
         }
         | _episode_columns(generation)
-        | _parts_column(graded, index)
+        | ({"rewards": {name: part[index] for name, part in parts.items()}} if parts else {})
         for index, generation in enumerate(generations)
     ]
 
@@ -237,11 +238,6 @@ def _episode_columns(generation: Generation) -> Row:
         return {}
     strategy = generation.outcome.strategy
     return {"turns": list(generation.turns), "strategy": None if strategy is None else repr(strategy)}
-
-
-def _parts_column(graded: GradedGroup, index: int) -> Row:
-    parts = {name: None if np.isnan(part[index]) else float(part[index]) for name, part in graded.parts.items()}
-    return {"rewards": parts} if parts else {}
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import html
 import io
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -129,27 +129,19 @@ def lay_out(figure: Figure) -> None:
         figure.set_layout_engine(None)
 
 
-def logged_metrics(runs: Runs) -> set[str]:
-    """Returns the names of all metrics of the runs."""
-    return {metric for rows in runs.values() for row in rows for metric in row}
-
-
 def plot_training_dynamics(runs: Runs) -> Figure | None:
     """Draws a panel with all runs for each metric of `drawn_metrics` that at least one run has.
 
     Values of single steps are drawn faintly under a smoothed line. Returns None if no run has any of the metrics.
     """
-    return _panels(runs, drawn_metrics(logged_metrics(runs)), max_columns=4, panel_size=(3.5, 2.8))
+    return _panels(runs, drawn_metrics(runs), max_columns=4, panel_size=(3.5, 2.8))
 
 
-def drawn_metrics(logged: Iterable[str] = ()) -> list[str]:
-    """Returns the names of the metrics that are drawn over training steps.
-
-    Args:
-      logged: Names of metrics, among which those with a drawn prefix are selected.
-    """
-    drawn, names = [name for name, metric in LOGGED_METRICS.items() if metric.drawn], sorted(logged)
-    return [one for name in drawn for one in (fnmatch.filter(names, name) if "*" in name else [name])]
+def drawn_metrics(runs: Runs = MappingProxyType({})) -> list[str]:
+    """Returns the names of the metrics that are drawn over steps. Prefixes are replaced with metrics of the runs."""
+    logged = sorted({metric for rows in runs.values() for row in rows for metric in row})
+    drawn = [name for name, metric in LOGGED_METRICS.items() if metric.drawn]
+    return [one for name in drawn for one in (fnmatch.filter(logged, name) if "*" in name else [name])]
 
 
 def plot_comparison(runs: Runs) -> Figure | None:

@@ -130,21 +130,16 @@ def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> f
     Raises:
       InvalidRewardError: If the result is not a list of one number in the range of the part, or of None.
     """
-    (low, high), intro = part.range, f"{_name(task)}.rewards[{part.name!r}] returned"
-    try:
-        (value,) = returned
-    except (TypeError, ValueError):
-        raise InvalidRewardError(
-            f"{intro} {_describe(returned)} for problem {problem.id!r}, which has one completion; return a list with "
-            "one number, or None, for each completion."
-        ) from None
-    number, rounding = _number(value), (high - low) * 2**-24
+    is_list = isinstance(returned, list | tuple) or np.ndim(returned) == 1
+    value, (low, high) = returned[0] if is_list and len(returned) == 1 else "", part.range
     if value is None:
         return math.nan
+    number, rounding = _number(value), (high - low) * 2**-24
     if number is None or not low - rounding <= number <= high + rounding:
         raise InvalidRewardError(
-            f"{intro} {_describe(value)} for problem {problem.id!r}, but its values must be numbers from {low:g} to "
-            f"{high:g}; return floats, or set Reward(function, range=(minimum, maximum))."
+            f"{_name(task)}.rewards[{part.name!r}] returned {_describe(returned)} for problem {problem.id!r}, but must "
+            f"return a list with one number from {low:g} to {high:g}, or None, for the one completion; return floats, "
+            "or set Reward(function, range=(minimum, maximum))."
         )
     return min(max((number - low) / (high - low), 0.0), 1.0)
 

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,40 +14,37 @@ from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.rollouts.returned_values import checked_part
 from poly_epo_jax.system.daemon_thread import in_background_loop, in_daemon_thread
 from poly_epo_jax.system.user_code import user_code
-from poly_epo_jax.types import Generation, GradedGroup, HasRewards, Metrics, Problem, Reward
+from poly_epo_jax.types import Generation, GradedGroup, HasRewards, Interactive, Metrics, Problem, Reward
 
 
 def reward_parts(task: HasRewards) -> list[Reward]:
     """Returns the parts of a task's reward, with their names.
 
     Raises:
-      ConfigError: If a part is invalid, two parts have the same name, or all weights are 0.
+      ConfigError: If a part is invalid, two parts have the same name, all weights are 0, or the task is interactive.
     """
     given: Any = task.rewards
-    parts = [one if isinstance(one, Reward) else Reward(one) for one in (given if _is_list(given) else [given])]
+    given = given if isinstance(given, list | tuple) else [given]
+    parts = [one if isinstance(one, Reward) else Reward(one) for one in given]
     names = [part.name or getattr(part.function, "__name__", type(part.function).__name__) for part in parts]
     for part, name in zip(parts, names, strict=True):
-        if flaw := _flaw(part, name, names.count(name)):
-            raise ConfigError(f"{type(task).__name__}.rewards[{name!r}] is invalid: {flaw}.")
+        is_name = names.count(name) == 1 and re.fullmatch(r"[\w.-]+", name)
+        is_range = len(part.range) == 2 and all(map(_is_finite, part.range)) and part.range[0] < part.range[1]
+        for is_valid, flaw in (
+            (callable(part.function), f"{part.function!r} is not a function; use a function, or Reward(function)"),
+            (is_name, "names are unique and consist of letters, digits, _, . and -; set Reward(function, name=...)"),
+            (
+                _is_finite(part.weight) and part.weight >= 0,
+                f"its weight is {part.weight!r}; use a number of at least 0",
+            ),
+            (is_range, f"its range is {part.range!r}; use a minimum and a larger maximum, such as (0, 1)"),
+            (not isinstance(task, Interactive), "episodes return their reward; remove rewards or the method start"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"{type(task).__name__}.rewards[{name!r}] is invalid: {flaw}.")
     if not any(part.weight for part in parts):
         raise ConfigError(f"{type(task).__name__}.rewards must contain a reward with a weight above 0; add one.")
     return [dataclasses.replace(part, name=name) for part, name in zip(parts, names, strict=True)]
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _flaw(part: Reward, name: str, count: int) -> str:
-    if not callable(part.function):
-        return f"{part.function!r} is not a function; use a function, or Reward(function)"
-    if count > 1 or not re.fullmatch(r"[\w.-]+", name):
-        return "names must be unique and consist of letters, digits, _, . and -; set Reward(function, name=...)"
-    if not _is_finite(part.weight) or part.weight < 0:
-        return f"its weight is {part.weight!r}; use a number of at least 0"
-    if not (_is_list(part.range) and len(part.range) == 2 and all(map(_is_finite, part.range))):
-        return f"its range is {part.range!r}; use two numbers, such as (0, 1)"
-    return "" if part.range[0] < part.range[1] else f"its range is {part.range!r}; begin with the minimum"
 
 
 def _is_finite(value: Any) -> bool:
@@ -71,28 +68,14 @@ async def response_reward(task: HasRewards, problem: Problem, generation: Genera
       InvalidRewardError: If a part returns an invalid value.
       ConfigError: If the parts are invalid.
     """
-    parts = reward_parts(task)
-    running = [asyncio.ensure_future(_part(task, part, problem, generation)) for part in parts]
-    try:
-        values = await asyncio.gather(*running)
-    finally:
-        for one in running:
-            one.cancel()
+    parts, arguments = reward_parts(task), _arguments(problem, generation)
+    values = await asyncio.gather(*(_value(task, part, problem, arguments) for part in parts))
     present = [(part.weight, value) for part, value in zip(parts, values, strict=True) if not math.isnan(value)]
     total = sum(weight for weight, _ in present)
     if not total:
         raise ValueError("all rewards with a weight above 0 are None; return a number from at least one of them")
     reward = sum(weight * value for weight, value in present) / total
     return reward, {part.name: value for part, value in zip(parts, values, strict=True)}
-
-
-async def _part(task: HasRewards, part: Reward, problem: Problem, generation: Generation) -> float:
-    values = _arguments(problem, generation)
-    with user_code(task, f"rewards[{part.name!r}]", problem.id):
-        returned: Any = await in_daemon_thread(lambda: part.function(**values))
-        if inspect.isawaitable(returned):
-            returned = await in_background_loop(returned)
-    return checked_part(task, part, problem, returned)
 
 
 def _arguments(problem: Problem, generation: Generation) -> dict[str, list[Any]]:
@@ -108,10 +91,14 @@ def _arguments(problem: Problem, generation: Generation) -> dict[str, list[Any]]
     return {name: [value] for name, value in values.items()}
 
 
+async def _value(task: HasRewards, part: Reward, problem: Problem, arguments: Mapping[str, list[Any]]) -> float:
+    with user_code(task, f"rewards[{part.name!r}]", problem.id):
+        found: Any = await in_daemon_thread(lambda: part.function(**arguments))
+        found = await in_background_loop(found) if inspect.isawaitable(found) else found
+    return checked_part(task, part, problem, found)
+
+
 def mean_parts(groups: Sequence[GradedGroup]) -> Metrics:
     """Returns the mean of each part of the rewards, as `rewards/NAME`, over the responses that have it."""
-    values: dict[str, list[float]] = {}
-    for graded in groups:
-        for name, part in graded.parts.items():
-            values.setdefault(f"rewards/{name}", []).extend(part[~np.isnan(part)].tolist())
-    return {name: float(np.mean(of_name)) for name, of_name in sorted(values.items()) if of_name}
+    parts = {name: np.concatenate([one.parts[name] for one in groups]) for name in (groups[0].parts if groups else ())}
+    return {f"rewards/{name}": float(np.nanmean(part)) for name, part in parts.items() if not np.isnan(part).all()}

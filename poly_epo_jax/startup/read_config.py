@@ -106,11 +106,6 @@ def make_task(section: TaskSection) -> Task:
             "rewards, nor the method start; define one of them."
         )
     if isinstance(task, HasRewards):
-        if isinstance(task, Interactive):
-            raise ConfigError(
-                f"{type(task).__name__} has both rewards and the method start, whose episodes return the reward; "
-                "remove rewards."
-            )
         reward_parts(task)
     check_ids(task.train_problems)
     check_ids(task.held_out_problems)

@@ -48,8 +48,7 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "response/max_staleness": float(ages.max()),
         "judge/failed_prompts": float(failures.total()),
     }
-    rollouts |= mean_parts(groups)
-    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
+    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()} | mean_parts(groups)
     return rollouts | failed | _episode_metrics(generations) | cluster_metrics(clustered(groups), set_size)
 
 

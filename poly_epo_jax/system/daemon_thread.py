@@ -51,11 +51,9 @@ async def in_background_loop(work: Awaitable[T]) -> T:
         try:
             return await work
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
-            task = asyncio.current_task()
-            if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
-            # The others would end the loop, or cancel the caller.
-            raise RuntimeError(f"{type(raised).__name__}: {raised}") from None
+            # Unless the caller has been cancelled, they would end the loop, or cancel the caller.
+            task, error = asyncio.current_task(), RuntimeError(f"{type(raised).__name__}: {raised}")
+            raise (raised if task and task.cancelling() else error) from None
 
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), _background_loop()))
 

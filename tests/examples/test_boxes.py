@@ -11,7 +11,7 @@ from responses import response
 
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Generation, Group, Interactive, Judge, Outcome
+from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, Group, Interactive, Judge, Outcome
 
 FILE = Path(__file__).parents[2] / "examples" / "boxes.py"
 
@@ -53,7 +53,8 @@ def test_episodes_and_clusters(example: dict[str, Any]):
         assert [outcome.reward for _, outcome in played] == [1, 1, 0, 0, 0, 0]
         assert [outcome.metrics["opened"] for _, outcome in played] == [1, 1, 1, 0, 0, 1]
         prompt_ids = played[0][0].token_ids
-        ids = (await judge.cluster(Group(problem, prompt_ids, tuple(one for one, _ in played)))).ids.tolist()
-        assert ids == [0, 1, 2, DEGENERATE_CLUSTER, DEGENERATE_CLUSTER, 0]
+        found = await judge.cluster(Group(problem, prompt_ids, tuple(one for one, _ in played)))
+        assert isinstance(found, Clustering)
+        assert found.ids.tolist() == [0, 1, 2, DEGENERATE_CLUSTER, DEGENERATE_CLUSTER, 0]
 
     asyncio.run(main())

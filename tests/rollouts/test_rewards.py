@@ -91,7 +91,7 @@ def test_a_reward_function_of_trl_is_called_as_trl_calls_it():
         return [float(text == right) for text, right in zip(completions, solution, strict=True)]
 
     problem = dataclasses.replace(PROBLEMS[0], columns={"solution": "b", "difficulty": 3})
-    task = Parts()
+    task: Any = Parts()
     task.rewards = recorded
     assert graded(task, "ab", problem).rewards.tolist() == [0, 1]
     shared = ["b"], ["a"], {"difficulty", "problems", "generations"}
@@ -180,26 +180,29 @@ def test_an_asynchronous_reward_that_hangs_is_cancelled(monkeypatch: pytest.Monk
     ("returned", "text"),
     [
         (1.0, "1.0 (float)"),
+        (np.float32(1.0), "(float32)"),
+        ([[1.0]], "[[1.0]] (list)"),
         (None, "None (NoneType)"),
         ([], "[] (list)"),
         ([1.0, 1.0], "[1.0, 1.0] (list)"),
-        (["1"], "'1' (str)"),
-        ([True], "True (bool)"),
-        ([math.nan], "nan (float)"),
-        ([1.5], "1.5 (float)"),
-        ([-0.5], "-0.5 (float)"),
-        ([10**400], "(int)"),
+        ("1", "'1' (str)"),
+        (["1"], "['1'] (list)"),
+        ([True], "[True] (list)"),
+        ([math.nan], "[nan] (list)"),
+        ([1.5], "[1.5] (list)"),
+        ([-0.5], "[-0.5] (list)"),
+        ([10**400], "(list)"),
     ],
     ids=repr,
 )
 def test_invalid_values_are_rejected_with_the_part_and_the_problem(returned: Any, text: str):
-    with pytest.raises(ValueError, match=r"^Parts\.rewards\['mine'\] returned .* for problem 'p'") as error:
+    with pytest.raises(ValueError, match=r"^Parts\.rewards\['mine'\] .* for problem 'p', .* from 0 to 1, ") as error:
         graded(Parts(Reward(lambda **columns: returned, name="mine")))
     assert text in str(error.value)
 
 
 def test_values_may_exceed_the_range_by_a_rounding_error():
-    parts = Parts(Reward(lambda **columns: np.float32([-0.3]), range=(-0.3, 0.0), name="float32"))
+    parts = Parts(Reward(lambda **columns: np.array([-0.3], np.float32), range=(-0.3, 0.0), name="float32"))
     assert graded(parts, "a").rewards.tolist() == [0]
 
 
@@ -230,12 +233,12 @@ def test_rewards_of_episodes_are_rejected(monkeypatch: pytest.MonkeyPatch):
             raise NotImplementedError
 
     monkeypatch.setitem(TASKS, "both", lambda: Both(raising))
-    with pytest.raises(ConfigError, match="both rewards and the method start"):
+    with pytest.raises(ConfigError, match="remove rewards or the method start"):
         make_task(TaskSection(name="both", options={}))
 
 
 def test_the_parts_are_logged_stored_and_drawn(tmp_path: Path):
-    task = Parts(
+    task: Any = Parts(
         Reward(by_letter([1, 0, 0, 1]), name="right"), Reward(by_letter([-1, None, 1, 0]), 0.5, (-1, 1), "tone")
     )
     assert [part.name for part in reward_parts(task)] == ["right", "tone"]
