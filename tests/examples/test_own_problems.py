@@ -102,7 +102,7 @@ def test_the_page_runs_as_typed(folder: Path, tmp_path: Path, caches: dict[str, 
         _check_clusters(rows)
         (before, after) = rows_of(folder / "runs" / name, "eval/largest_cluster")
         assert 1 / 16 <= min(before["eval/largest_cluster"], after["eval/largest_cluster"]) <= 1
-    run_module(fork_server, folder, f"{train.replace('sentences', 'two_rewards')} {flags}")
+    run(folder, f"{train.replace('sentences', 'two_rewards')} {flags}")  # imports sentences.py from this folder
     _check_rewards(folder / "runs" / "poly_epo-two-rewards")
     output = run_module(fork_server, folder, f"{evaluate} {flags}".replace("=64", "=8"))
     assert "largest" in output
