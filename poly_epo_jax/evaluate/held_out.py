@@ -19,6 +19,7 @@ from poly_epo_jax.rollouts.grading import (
 )
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.rollouts.rewards import mean_parts
 from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import GradedGroup, Group, HasMetrics, Interactive, Judge, Metrics, Problem, Sampling, Task
@@ -36,10 +37,10 @@ async def evaluate_held_out(
     """Computes evaluation metrics as means over held-out problems.
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
-    k = 1, 2, 4, ... if they depend on k, the mean reward, the fraction of degenerate responses, and failure counts.
-    Metrics omit responses on which the environment or the reward failed, those at k problems with fewer other
-    responses, and those of clusters problems without a clustering. The counters of judge and environment are separate
-    from those of training. Each process evaluates its share of the problems.
+    k = 1, 2, 4, ... if they depend on k, the mean reward and its parts, the fraction of degenerate responses, and
+    failure counts. Metrics omit responses on which the environment or the reward failed, those at k problems with fewer
+    other responses, and those of clusters problems without a clustering. The counters of judge and environment are
+    separate from those of training. Each process evaluates its share of the problems.
 
     Args:
       rollouts: Generates the responses.
@@ -82,7 +83,7 @@ async def evaluate_held_out(
             f"{held_out(min(taken))} is the name of another metric; register the evaluation metric {min(taken)!r} "
             "under another name."
         )
-    metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
+    metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()} | mean_parts(graded)
     metrics |= hosts.total([counts for _, counts in shares])
     return {held_out(name): value for name, value in metrics.items()}
 

@@ -90,6 +90,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             drawn=True,
             unit_axis=True,
         ),
+        "rewards/*": LoggedMetric(
+            "Reward part {name}",
+            "Mean of a part of the reward, rescaled to [0, 1], over the step's generations that have it.",
+            drawn=True,
+            unit_axis=True,
+        ),
         "solved": LoggedMetric(
             "Solved prompts",
             "Fraction of the step's prompts with at least one correct generation.",
@@ -442,7 +448,8 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
     }
 )
-"""Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry."""
+"""Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry, and `{name}` in
+its title for the rest of the name."""
 
 _COUNTERS = (
     *("grader/", "rollouts/"),
@@ -474,8 +481,10 @@ def describe(name: str) -> LoggedMetric:
         metric = evaluation.describe(name.removeprefix(_HELD_OUT))
         shown = {"brief": metric.title, "digits": metric.digits, "unit_axis": metric.is_fraction}
         return LoggedMetric(f"Held-out {metric.title}", metric.meaning, **shown)
-    family = LOGGED_METRICS.get(f"{name.rpartition('/')[0]}/*", LoggedMetric(name, ""))
-    return LOGGED_METRICS.get(name, family)
+    prefix, _, last = name.rpartition("/")
+    family = LOGGED_METRICS.get(f"{prefix}/*", LoggedMetric(name, ""))
+    named = dataclasses.replace(family, title=family.title.replace("{name}", last))
+    return LOGGED_METRICS.get(name, named)
 
 
 HELD_OUT_REWARD, HELD_OUT_SOLVED = held_out("reward"), held_out("solved")

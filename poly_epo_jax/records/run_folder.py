@@ -43,6 +43,7 @@ In JSON, values that are not finite are null. TensorBoard events contain them un
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,8 +212,13 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
 
     Generations on which the environment or the reward failed have the columns of `FAILURE`. If the group is left out,
     only they have a row.
+
+    If the reward has several parts, the column `rewards` contains the parts by name. Those that do not apply are None.
     """
     problem, generations = graded.group.problem, graded.group.generations
+    parts = {
+        name: [None if math.isnan(value) else value for value in part.tolist()] for name, part in graded.parts.items()
+    }
     clusters: list[int | None] = [None] * len(generations)
     rationales: list[str | None] = [None] * len(generations)
     if isinstance(graded.clustering, Clustering):
@@ -223,8 +229,12 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
     graded_values = graded.rewards.tolist(), graded.correct.tolist()
     values = zip(graded.group.indices, *graded_values, clusters, rationales, strict=False)
     rows = [
-        prompt | {"response": generation.text} | dict(zip(names, own, strict=True)) | _episode_columns(generation)
-        for generation, own in zip(generations, values, strict=False)
+        prompt
+        | {"response": generation.text}
+        | dict(zip(names, own, strict=True))
+        | _episode_columns(generation)
+        | ({"rewards": {name: part[place] for name, part in parts.items()}} if parts else {})
+        for place, (generation, own) in enumerate(zip(generations, values, strict=False))
     ]
     rows += [
         prompt | dict.fromkeys(names) | {"generation": index, "response": "", "failure": one.kind, "reason": one.reason}

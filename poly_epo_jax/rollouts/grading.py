@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from jaxtyping import Float, Int
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
+from poly_epo_jax.rollouts.rewards import response_reward
 from poly_epo_jax.system.daemon_thread import in_daemon_thread, num_abandoned_threads
 from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
@@ -23,6 +23,7 @@ from poly_epo_jax.types import (
     Generation,
     GradedGroup,
     Group,
+    HasRewards,
     Judge,
     JudgeFailure,
     Problem,
@@ -95,7 +96,7 @@ async def _grade(
     group: Group, task: Task, judge: Judge, clock: StageClock, then: Any, timeout_seconds: float, min_group: int
 ) -> GradedGroup:
     with clock.stage("grade"):
-        group, rewards = await _rewarded(group, task, timeout_seconds)
+        group, rewards, parts = await _rewarded(group, task, timeout_seconds)
     if len(rewards) < min_group:
         return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
     with clock.stage("judge"):
@@ -105,39 +106,44 @@ async def _grade(
     for index, generation in enumerate(group.generations):
         if generation.outcome is not None and generation.outcome.correct is not None:
             correct[index] = generation.outcome.correct
-    graded = GradedGroup(group, rewards, correct, clustering)
+    graded = GradedGroup(group, rewards, correct, clustering, parts)
     if then is not None:
         await then(graded)
     return graded
 
 
-async def _rewarded(group: Group, task: Task, timeout_seconds: float) -> tuple[Group, Float[np.ndarray, " M"]]:
-    """Returns the group without the generations whose reward failed, and the rewards of the others."""
-    failures, remaining, rewards = dict(group.failures), list[Generation](), list[Any]()
-    # Only a user's reward can fail, so only its calls are separate.
-    size = 1 if is_own(task) and isinstance(task, Rewarded) else max(1, len(group.generations))
-    for start in range(0, len(group.generations), size):
-        part = group.generations[start : start + size]
-        work = in_daemon_thread(functools.partial(_rewards, task, group.problem, part))
+async def _rewarded(
+    group: Group, task: Task, timeout_seconds: float
+) -> tuple[Group, Float[np.ndarray, " M"], dict[str, Float[np.ndarray, " M"]]]:
+    """Returns the group without the generations whose reward failed, and the rewards of the others with their parts."""
+
+    async def score(part: Sequence[Generation]) -> list[tuple[Any, dict[str, float]]] | CallFailure:
+        work = _scores(task, group.problem, part)
         found = await limited_call(work, task, "reward", group.problem, timeout_seconds)
-        if not isinstance(found, CallFailure):
-            remaining += part
-            rewards += found
-        elif (count := num_abandoned_threads()) >= MAX_ABANDONED:
+        if isinstance(found, CallFailure) and (count := num_abandoned_threads()) >= MAX_ABANDONED:
             raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {found.reason}")
+        return found
+
+    # Only a user's reward can fail, so only its calls are separate.
+    is_separate = is_own(task) and isinstance(task, Rewarded | HasRewards)
+    parts = [[one] for one in group.generations] if is_separate else [group.generations] * bool(group.generations)
+    if isinstance(task, HasRewards):
+        found = await asyncio.gather(*map(score, parts))
+    else:
+        found = [await score(part) for part in parts]
+    failures, remaining, scores = dict(group.failures), list[Generation](), list[tuple[Any, dict[str, float]]]()
+    for index, part, of_part in zip(group.indices, parts, found, strict=False):
+        if isinstance(of_part, CallFailure):
+            failures[index] = EnvironmentFailure(*of_part)
         else:
-            failures[group.indices[start]] = EnvironmentFailure(*found)
+            remaining += part
+            scores += of_part
     if len(remaining) < len(group.generations):
         group = dataclasses.replace(group, generations=tuple(remaining), failures=failures)
-    return group, checked_rewards(task, group.problem, rewards)
-
-
-def _rewards(task: Task, problem: Problem, generations: Sequence[Generation]) -> list[Any]:
-    outcomes = [generation.outcome for generation in generations if generation.outcome is not None]
-    if outcomes:
-        return [outcome.reward for outcome in outcomes]
-    assert isinstance(task, Rewarded)
-    return [task.reward(problem, generation) for generation in generations]
+    columns = {
+        name: np.array([own[name] for _, own in scores], np.float32) for name in (scores[0][1] if scores else ())
+    }
+    return group, checked_rewards(task, group.problem, [reward for reward, _ in scores]), columns
 
 
 class CallFailure(NamedTuple):
@@ -169,6 +175,19 @@ async def limited_call(
         failure = CallFailure("late", warning := f"{name} of problem {problem.id!r} {late}.")
     warn_repeatedly(name, warning)
     return failure
+
+
+async def _scores(
+    task: Task, problem: Problem, generations: Sequence[Generation]
+) -> list[tuple[Any, dict[str, float]]]:
+    """Returns the reward of each generation, and its parts by name."""
+    outcomes = [generation.outcome for generation in generations if generation.outcome is not None]
+    if outcomes:
+        return [(outcome.reward, {}) for outcome in outcomes]
+    if isinstance(task, HasRewards):
+        return await asyncio.gather(*(response_reward(task, problem, generation) for generation in generations))
+    assert isinstance(task, Rewarded)
+    return await in_daemon_thread(lambda: [(task.reward(problem, generation), {}) for generation in generations])
 
 
 def complete_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

@@ -12,6 +12,7 @@ from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, i
 from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, judge_failures
+from poly_epo_jax.rollouts.rewards import mean_parts
 from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.types import Generation, GradedGroup, Metrics
 
@@ -47,7 +48,7 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "response/max_staleness": float(ages.max()),
         "judge/failed_prompts": float(failures.total()),
     }
-    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
+    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()} | mean_parts(groups)
     return rollouts | failed | _episode_metrics(generations) | cluster_metrics(clustered(groups), set_size)
 
 
