@@ -38,9 +38,9 @@ async def evaluate_held_out(
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
     k = 1, 2, 4, ... if they depend on k, the mean reward and its parts, the fraction of degenerate responses, and
-    failure counts. Metrics omit responses on which the environment or the reward failed, those at k problems with fewer
-    other responses, and those of clusters problems without a clustering. The counters of judge and environment are
-    separate from those of training. Each process evaluates its share of the problems.
+    failure counts, separate from those of training. Metrics omit responses on which the environment or the reward
+    failed, those at k problems with fewer other responses, and those of clusters problems without a clustering. Each
+    process evaluates its share of the problems.
 
     Args:
       rollouts: Generates the responses.

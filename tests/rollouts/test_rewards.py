@@ -135,9 +135,11 @@ async def raising_later(completions: list[str], **columns: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("function", [raising, raising_later])
-def test_a_part_that_raises_is_a_failure_of_the_reward(function: Any):
-    failure = graded(Parts(by_letter([1, 1, 1, 1]), Reward(function, name="mine"))).group.failure
-    assert failure is not None and failure.kind == "raised"
+def test_a_part_that_raises_masks_its_response(function: Any):
+    one = graded(Parts(by_letter([1, 1, 1, 1]), Reward(function, name="mine")))
+    ((index, failure),) = one.group.failures.items()
+    assert (index, failure.kind) == (1, "raised")
+    assert one.rewards.tolist() == one.parts["mine"].tolist() == [1.0, 1.0, 1.0]
     line = raising.__code__.co_firstlineno + 1
     part = re.escape("Parts.rewards['mine'] raised ZeroDivisionError for problem 'p' at ")
     assert re.match(rf"{part}.*test_rewards\.py:{line}: ", failure.reason), failure.reason
@@ -147,8 +149,8 @@ def test_a_response_without_any_part_is_a_failure_of_the_reward():
     logged = Reward(by_letter([1, 1, 1, 1]), weight=0, name="logged")
     task = Parts(by_letter([1, None, 1, 1]), logged)
     assert graded(task, "ac").rewards.tolist() == [1, 1]
-    failure = graded(task, "ab").group.failure
-    assert failure is not None and failure.kind == "raised" and "for problem 'p': all rewards" in failure.reason
+    failure = graded(task, "ab").group.failures[1]
+    assert failure.kind == "raised" and "for problem 'p': all rewards" in failure.reason
 
 
 def test_errors_that_an_event_loop_cannot_raise_are_failures():
@@ -157,8 +159,8 @@ def test_errors_that_an_event_loop_cannot_raise_are_failures():
         async def broken(error: type[BaseException] = error, **columns: Any) -> list[float]:
             raise error("in the reward")
 
-        failure = graded(Parts(broken)).group.failure
-        assert failure is not None and error.__name__ in failure.reason
+        failures = graded(Parts(broken)).group.failures
+        assert len(failures) == 4 and all(error.__name__ in failure.reason for failure in failures.values())
 
 
 def test_an_asynchronous_reward_that_hangs_is_cancelled(monkeypatch: pytest.MonkeyPatch):
@@ -172,8 +174,7 @@ def test_an_asynchronous_reward_that_hangs_is_cancelled(monkeypatch: pytest.Monk
         finally:
             cancelled.set()
 
-    failure = graded(Parts(hanging), "a").group.failure
-    assert failure is not None and failure.kind == "late" and cancelled.wait(PATIENCE)
+    assert graded(Parts(hanging), "a").group.failures[0].kind == "late" and cancelled.wait(PATIENCE)
 
 
 @pytest.mark.parametrize(
