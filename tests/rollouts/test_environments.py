@@ -112,10 +112,11 @@ def test_an_environment_that_hangs_exceeds_its_deadline(time: SimulatedTime, met
     assert not a.failures and not c.failures
 
 
-def test_calls_of_environments_are_pending_calls():
+def test_calls_of_environments_are_pending_calls(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("poly_epo_jax.system.pending_calls.MAX_SHOWN", 1000)
     seen = []
     play(Faulty("reply", lambda: seen.append(pending_calls()[0])))
-    assert "Faulty: reply to turn 1 of problem '" in seen[0] and not pending_calls()[0]
+    assert "Faulty: reply to turn 1 of problem 'b'" in seen[0] and not pending_calls()[0]
 
 
 def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: SimulatedTime):
