@@ -39,6 +39,8 @@ class Problem:
         part, the names of control tokens are encoded as plain text. In the remaining prompt, they are encoded as
         control tokens. (0, 0) marks no part.
       tools: Definitions of tools as JSON schemas, which the chat template inserts into the prompt. Requires `chat`.
+      system: System message before `prompt`. Requires `chat`. `task.system_prompt` replaces it.
+      source: Name of the dataset, see `Mixed`.
     """
 
     id: str
@@ -48,6 +50,8 @@ class Problem:
     occurrence: int = dataclasses.field(default=0, compare=False)
     untrusted: tuple[int, int] = (0, 0)
     tools: Sequence[Mapping[str, Any]] = dataclasses.field(default=(), hash=False)
+    system: str = ""
+    source: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -305,6 +309,18 @@ class Task(Protocol):
 
     train_problems: Sequence[Problem]
     held_out_problems: Sequence[Problem]
+
+
+@runtime_checkable
+class Mixed(Task, Protocol):
+    """A task that draws its training problems from several datasets.
+
+    Attributes:
+      source_weights: Relative number of prompts from each dataset, by `Problem.source`. If empty, each problem is drawn
+        equally often.
+    """
+
+    source_weights: Mapping[str, float]
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from poly_epo_jax.startup.rules import check_rules, command_rules, training_rule
 from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.tasks.problems import check_ids
+from poly_epo_jax.tasks.problems import check_ids, source_weights
 from poly_epo_jax.types import Interactive, Judge, Rewarded, Task
 
 KNOWN_NAMES: dict[str, Collection[str]] = {
@@ -96,7 +96,8 @@ def make_task(section: TaskSection) -> Task:
 
     Raises:
       ConfigError: If the task has neither rewards nor episodes.
-      ValueError: If two training problems or two held-out problems have the same id.
+      ValueError: If two training problems or two held-out problems have the same id, or if weights of datasets are
+        invalid.
     """
     task = TASKS[section.name](**section.options)
     if not isinstance(task, Rewarded | Interactive):
@@ -106,6 +107,7 @@ def make_task(section: TaskSection) -> Task:
         )
     check_ids(task.train_problems)
     check_ids(task.held_out_problems)
+    source_weights(task)
     return task
 
 
