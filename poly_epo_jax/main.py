@@ -100,9 +100,8 @@ def _best(config: Config) -> str:
     metric, workdir = config.checkpoint.best, Path(config.workdir)
     values = run_folder.held_out_values(workdir, metric)
     step = best_step(values, run_folder.checkpoint_steps(workdir))
-    if step is None:
-        return f" No checkpoint has a value of checkpoint.best={metric}." if metric else ""
-    return f" Best step: {step}, {metric} {values[step]:.3f}."
+    found = f"step {step}, {metric} {values[step]:.3f}" if step else f"none has a value of {metric}"
+    return f" Best checkpoint: {found}." if metric else ""
 
 
 def _run(config: Config, prepared: Prepared) -> None:

@@ -455,9 +455,9 @@ def held_out_metrics(num_generations: int, with_clusters: bool) -> list[str]:
       num_generations: Number of generations per problem.
       with_clusters: Whether the judge clusters responses.
     """
-    arrays = {"rewards": np.full((1, num_generations), 0.5), "correct": np.zeros((1, num_generations), bool)}
-    clusters = {"clusters": np.zeros((1, num_generations), int)} if with_clusters else {}
-    names = evaluation.problem_values(arrays | clusters, curves=False).keys() - {evaluation.MEAN_REWARD}
+    values = {"rewards": 0.5, "correct": False} | ({"clusters": 0} if with_clusters else {})
+    arrays = {name: np.full((1, num_generations), value) for name, value in values.items()}
+    names = evaluation.problem_values(arrays, curves=False).keys() - {evaluation.MEAN_REWARD}
     return [HELD_OUT_REWARD, *sorted(map(held_out, names))]
 
 

@@ -134,7 +134,7 @@ def test_the_best_checkpoint_survives_a_kill_between_saving_and_deletion(tmp_pat
     kept = kept_checkpoints(values, 5, 9)
     best = kept[-1][0]
     assert uninterrupted.checkpoints() == kept[-1] == [best, 9] and best > 1, values
-    assert f"Best step: {best}, {metric} {values[best]:.3f}." in uninterrupted.log()
+    assert f"Best checkpoint: step {best}, {metric} {values[best]:.3f}." in uninterrupted.log()
     for before, after in pairwise(kept):
         for deleted in set(before) - set(after):
             assert killed.stop(f"deletion {deleted}", signal.SIGKILL) == [-signal.SIGKILL]
