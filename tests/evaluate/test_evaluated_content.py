@@ -12,7 +12,7 @@ from fork_server import ForkServer
 from training_runs import SETTINGS, as_flags
 
 from configs import polaris
-from poly_epo_jax.config.keys import TaskSection
+from poly_epo_jax.config.keys import Config, TaskSection
 from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.evaluate.benchmarks import about_evaluation, open_benchmark
 from poly_epo_jax.evaluate.folder import open_folder
