@@ -472,7 +472,7 @@ def test_held_out_pass_at_k_includes_each_base_policy_once_and_ends_before_the_l
     ):
         figure = evaluation_figures.plot_held_out_pass_at_k(runs)
         assert figure is not None
-        drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+        drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].lines}
         assert drawn == {label: [[1, value]] for label, value in expected.items()}
 
 
