@@ -146,9 +146,16 @@ class RolloutsSection(Section, name="rollouts"):
     grading_timeout_seconds: float = key(
         600.0, "timeout in seconds of an own reward on all responses of a prompt, and of an own judge", SECONDS
     )
-    turn_timeout_seconds: float = key(
-        60.0, "timeout in seconds of each call of an environment, for tasks with episodes", SECONDS
+    episode_timeout_seconds: float = key(
+        120.0, "timeout in seconds of all calls of an environment in one episode, without waiting for others", SECONDS
     )
+    environment_workers: int = key(
+        0,
+        "number of processes that run environments, one call at a time each (0 = an event loop of the trainer, for "
+        "environments that wait instead of computing)",
+        Range(0, 1024),
+    )
+    environment_memory_gb: float = key(4.0, "memory limit in GiB of each of these processes, on Linux", Range(0.1, 10**6))
     max_failed_fraction: float = key(
         0.25,
         "maximum fraction of a batch's prompts on which the environment may fail before training stops; these prompts "

@@ -1,8 +1,13 @@
 """Encodes texts that continue other texts, and replaces characters that a tokenizer cannot encode."""
 
+import functools
+import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
+
+PIECE_CHARACTERS = 4096
+"""Minimum number of characters of the pieces of a long text."""
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -63,6 +68,46 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, before: s
     )
 
 
+def split_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """Splits a long text into pieces whose tokens are those of the whole text.
+
+    Texts are split between a letter or digit and a single space before a letter or digit, if no token contains such a
+    space: byte-pair merges and SentencePiece segmentations then do not cross the space, and the patterns of
+    pre-tokenizers always begin a new word there. Tokenizers of single characters split texts anywhere.
+
+    Args:
+      tokenizer: Tokenizer of the policy.
+      text: The text. If it cannot be split, or has at most `PIECE_CHARACTERS` characters, it is one piece.
+
+    Returns:
+      The pieces. All except the last have at least `PIECE_CHARACTERS` characters.
+    """
+    pieces, start, gaps = [], 0, _gaps(tokenizer) if len(text) > PIECE_CHARACTERS else None
+    while gaps and (found := gaps.search(text, start + PIECE_CHARACTERS)):
+        pieces.append(text[start : found.start()])
+        start = found.start()
+    return [*pieces, text[start:]]
+
+
+@functools.lru_cache(maxsize=1)
+def _gaps(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Returns a pattern of the positions at which texts can be split. Returns None if there are none."""
+    added, vocabulary = added_tokens(tokenizer), tokenizer.get_vocab()
+    if getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", tokenizer) is None and all(
+        len(token) == 1 for token in vocabulary.keys() - added.keys()
+    ):
+        special = "" if tokenizer.split_special_tokens else "".join(added)
+        return re.compile(rf"(?=[^\0{re.escape(special)}])")  # no added token contains the next character
+    if any(re.search("[A-Za-z0-9][ ▁Ġ]", token) for token in vocabulary):
+        return None
+    try:  # Some tokenizers remove blanks, or add them in a way that `encode_continuation` does not recognize.
+        first, whole = encode_texts(tokenizer, ["a1", "a1 b2"])
+        is_safe = first + encode_continuation(tokenizer, " b2") == whole
+    except ValueError:
+        return None
+    return re.compile("(?<=[A-Za-z0-9])(?= [A-Za-z0-9])") if is_safe else None
+
+
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
     """Returns whether each added token is special, keyed by the text of the token. Omits single characters."""
     return {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1}
@@ -80,7 +125,7 @@ def replace_unencodable(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[
     Returns:
       A tuple of the text and the number of replaced characters.
     """
-    if _can_encode(tokenizer, text):
+    if _can_encode(tokenizer, "".join(sorted(set(text)))):  # each character once, because texts can be long
         return text, 0
     missing = _unencodable(tokenizer, text)
     replacement = "\ufffd" if _can_encode(tokenizer, "\ufffd") else ""
