@@ -374,7 +374,7 @@ class Interactive(Task, Protocol):
 
 @runtime_checkable
 class LimitsReplies(Task, Protocol):
-    """An interactive task that shortens its replies to a maximum length. A longer reply is a failure of the environment.
+    """An interactive task that shortens its replies to a maximum length. Longer replies are its failures.
 
     Without this limit, a reply that does not fit ends the episode with reward 0, because the policy may have caused it.
 

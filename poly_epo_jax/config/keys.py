@@ -155,7 +155,9 @@ class RolloutsSection(Section, name="rollouts"):
         "environments that wait instead of computing)",
         Range(0, 1024),
     )
-    environment_memory_gb: float = key(4.0, "memory limit in GiB of each of these processes, on Linux", Range(0.1, 10**6))
+    environment_memory_gb: float = key(
+        4.0, "memory limit in GiB of each of these processes, on Linux", Range(0.1, 10**6)
+    )
     max_failed_fraction: float = key(
         0.25,
         "maximum fraction of a batch's prompts on which the environment may fail before training stops; these prompts "

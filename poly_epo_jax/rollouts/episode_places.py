@@ -134,7 +134,6 @@ class EpisodeLoop:
         return self._clock - call.began + blocked
 
 
-
 class EpisodeWorker:
     """A process with the state of its episodes, which runs one call at a time.
 

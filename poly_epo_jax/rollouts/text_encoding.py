@@ -52,20 +52,26 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, before: s
     Raises:
       ValueError: If the tokenizer prepends a blank after all texts that were tried.
     """
-    alone, twice = encode_texts(tokenizer, [text, text * 2])
-    shown = "".join(tokenizer.convert_ids_to_tokens(alone))
-    if shown * 2 == "".join(tokenizer.convert_ids_to_tokens(twice)):
+    head = text[:64]  # Whether a blank is prepended depends on the beginning of a text.
+    once, start, joined = encode_texts(tokenizer, [head[:1], head, head[:1] + head])
+    alone = start if head == text else encode_texts(tokenizer, [text])[0]
+    if _shown(tokenizer, once) + _shown(tokenizer, start) == _shown(tokenizer, joined):
         return alone
+    shown = _shown(tokenizer, alone)
     for other in filter(None, (before, *added_tokens(tokenizer), ".", "a", "0", "\n")):
-        head, whole = encode_texts(tokenizer, [other, other + text])
-        ids = whole[len(head) :]
-        is_continued = ids and whole[: len(head)] == head
-        if is_continued and (other == before or "".join(tokenizer.convert_ids_to_tokens(ids)) == shown[1:]):
+        first, whole = encode_texts(tokenizer, [other, other + text])
+        ids = whole[len(first) :]
+        is_continued = ids and whole[: len(first)] == first
+        if is_continued and (other == before or _shown(tokenizer, ids) == shown[1:]):
             return ids
     raise ValueError(
         f"The policy's tokenizer prepends a blank to {text[:40]!r} within a text; use a tokenizer with "
         "add_prefix_space=false."
     )
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
 
 
 def split_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:

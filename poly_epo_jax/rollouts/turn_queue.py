@@ -103,8 +103,8 @@ class TurnQueue:
             keys = f"sampling.max_tokens={self.sampling.max_tokens} or sampling.max_turns={self.sampling.max_turns}"
             warn_repeatedly(
                 "room",
-                f"{counts} episodes ended with reward 0 because a reply left no tokens or turns for the policy; increase "
-                f"{keys}, or shorten the replies.",
+                f"{counts} episodes ended with reward 0 because a reply left no tokens or turns for the policy; "
+                f"increase {keys}, or shorten the replies.",
             )
 
     def _begin_if_due(self) -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem
@@ -13,7 +14,10 @@ NAMES = ("works", "raises", "fails", "exits", "grows", "hangs")
 class WorkerTask:
     """Replies with the number of the turn and the length of all previous turns, twice."""
 
-    train_problems = held_out_problems = [Problem(name, f"{letter}:", "") for name, letter in zip(NAMES, "abcdxy", strict=True)]
+    train_problems: Sequence[Problem] = [
+        Problem(name, f"{letter}:", "") for name, letter in zip(NAMES, "abcdxy", strict=True)
+    ]
+    held_out_problems = train_problems
 
     def start(self, problem: Problem, seed: int) -> Any:
         return WorkerEpisode(problem.id, seed)
