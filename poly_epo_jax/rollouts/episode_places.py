@@ -184,7 +184,8 @@ class EpisodeWorker:
         try:
             self._connection.send(message)
             if self._connection.poll(seconds):
-                return CallResult(*self._connection.recv(), time.monotonic() - begin)
+                kind, value = self._connection.recv()
+                return CallResult(kind, value, time.monotonic() - begin)
         except (EOFError, OSError):
             self.stop()
             return CallResult("lost", f"ended its worker process with exit code {self._process.returncode}")
