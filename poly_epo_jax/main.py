@@ -118,10 +118,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
-    section = config.rollouts
-    timeouts = section.episode_timeout_seconds, section.grading_timeout_seconds
-    workers = section.environment_workers, section.environment_memory_gb
-    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits, *timeouts, *workers)
+    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits, *config.rollouts.user_code_limits)
     hosts.run_on_first(lambda: warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems))
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(

@@ -182,6 +182,12 @@ class RolloutsSection(Section, name="rollouts"):
         900.0, "maximum wait in seconds for a generation server that does not respond", Range(0, 10**6)
     )
 
+    @property
+    def user_code_limits(self) -> tuple[float, float, int, float]:
+        """Limits of environments, rewards and judges, in the order of the arguments of `Rollouts`."""
+        timeouts = self.episode_timeout_seconds, self.grading_timeout_seconds
+        return *timeouts, self.environment_workers, self.environment_memory_gb
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSection(Section, name="sampling"):

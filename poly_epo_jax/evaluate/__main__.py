@@ -256,11 +256,8 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     limits = (longest, config.model.stop_strings, policy.config.vocab_size)
-    section = config.rollouts
-    timeouts = section.episode_timeout_seconds, section.grading_timeout_seconds
-    workers = section.environment_workers, section.environment_memory_gb
     warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)
-    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, *timeouts, *workers)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, *config.rollouts.user_code_limits)
 
 
 def _names(text: str) -> list[str]:

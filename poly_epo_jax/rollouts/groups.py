@@ -264,9 +264,7 @@ class Rollouts:
         reply, count, ids = await in_daemon_thread(encode)
         self._num_replaced += count
         if limit is not None and len(ids) > limit:
-            raise FailedEpisode(
-                "long", f"A reply of problem {problem.id!r} has more than max_reply_tokens={limit} tokens"
-            )
+            raise FailedEpisode("long", f"A reply of problem {problem.id!r} exceeds max_reply_tokens={limit}")
         if len(ids) >= room or len(before.turns) // 2 + 1 >= sampling.max_turns:
             return dataclasses.replace(before, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
