@@ -11,6 +11,7 @@ and populations of agreement 8 responses.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -88,12 +89,6 @@ def bonett_price(values: Float[np.ndarray, " problems *samples"]) -> Bounds:
     return student(np.concatenate([values, ones, -ones]))
 
 
-def scaled_fraction_interval(values: Float[np.ndarray, " problems *samples"]) -> Bounds:
-    """Returns `fraction_interval` for values in [-1, 1]."""
-    low, high = fraction_interval((values + 1) / 2)
-    return 2 * low - 1, 2 * high - 1
-
-
 def over_seeds(values: Float[np.ndarray, " seeds *samples"]) -> Bounds:
     """Returns `mean_interval` of each sample."""
     table = values.reshape(len(values), -1).T
@@ -118,13 +113,13 @@ class Quantity(NamedTuple):
 
 
 FRACTION = {"fraction_interval": fraction_interval, "bootstrap_interval": bootstrap_interval}
-BOOTSTRAP = {"bootstrap_interval": bootstrap_interval}
+RAND = FRACTION | {"fraction_interval": partial(fraction_interval, bounds=(-0.5, 1.0))}
 DIFFERENCE = {
     "difference_interval": difference_interval,
     "bootstrap_interval": bootstrap_interval,
     "Student's t": student,
     "Bonett-Price": bonett_price,
-    "fraction_interval, scaled": scaled_fraction_interval,
+    "fraction_interval, scaled": partial(fraction_interval, bounds=(-1.0, 1.0)),
 }
 
 
@@ -178,7 +173,7 @@ def quantities(rng: np.random.Generator) -> dict[str, Quantity]:
             ("accuracy", "vote share"), {name: votes(rng, rates) for name, rates in mixed.items()}, FRACTION, SIZES
         ),
         "difference in pass@k": Quantity(at_k, paired, DIFFERENCE, SIZES),
-        "adjusted Rand index": Quantity(("8 responses",), rand, BOOTSTRAP, SIZES),
+        "adjusted Rand index": Quantity(("8 responses",), rand, RAND, SIZES),
         "V-measure": Quantity(("8 responses",), v, FRACTION, SIZES),
         "difference over seeds": Quantity(("a metric",), seeds, {"mean_interval": over_seeds}, SEEDS),
     }

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from poly_epo_jax.accelerator.figures import show
 from poly_epo_jax.accelerator.stages import Measurement, Stage, make_stages
+from poly_epo_jax.bench.console import wide_console
 from poly_epo_jax.system.json_files import read_object, write_json
 from poly_epo_jax.system.output_folder import claim_folder
 from poly_epo_jax.system.signals import Stopped, StopSignal, exit_code
@@ -136,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 128 + stopped.number
             finally:
                 if "stages" in summary:
-                    show(summary["stages"], Console(width=max(Console().width, 120)))
+                    show(summary["stages"], wide_console())
                     print(f"Written to {options.output / 'summary.json'}.")
         done = {name for name, row in summary["stages"].items() if row["status"] in ("passed", "skipped")}
         return next((10 + [*stages].index(name) + 1 for name in options.stages if name not in done), 0)

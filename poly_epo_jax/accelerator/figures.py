@@ -107,12 +107,12 @@ def show(stages: Mapping[str, Mapping[str, Any]], console: Console) -> None:
       stages: Stages of the summary, by name.
       console: Console to which the table is printed.
     """
-    table = console_table(("stage", "figure", "measured", "expected"), ("ratio", "status"))
+    table = console_table(("stage", "figure", "measured", "expected"), ("ratio", "status"), wrapped="measured")
     for name, stage in stages.items():
         table.add_row(name, "", f"{stage.get('seconds', 0):.0f} s", "", "", stage["status"])
         for one in stage["figures"]:
             shown = (
-                f"{x:,.4g}" if isinstance(x, float) else escape(str(x or "")[:60])
+                f"{x:,.4g}" if isinstance(x, float) else escape(str(x or ""))
                 for x in map(one.get, ("name", "measured", "expected", "ratio"))
             )
             table.add_row("", *shown, one["status"])

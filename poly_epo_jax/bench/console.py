@@ -16,16 +16,17 @@ def wide_console() -> Console:
     return Console(width=max(Console().width, 120))
 
 
-def console_table(left: Sequence[str], right: Sequence[str]) -> Table:
-    """Returns an empty table whose columns do not wrap their text.
+def console_table(left: Sequence[str], right: Sequence[str], wrapped: str = "") -> Table:
+    """Returns an empty table.
 
     Args:
       left: Names of the left-aligned columns, which come first.
       right: Names of the right-aligned columns.
+      wrapped: Name of the column whose text is wrapped if the table is wider than the console.
     """
     table = Table(box=box.SIMPLE_HEAD)
     for name in (*left, *right):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wrapped)
     return table
 
 

@@ -68,42 +68,49 @@ def bootstrap_interval(
 
 
 def fraction_interval(
-    values: Float[np.ndarray, " problems *metrics"], level: float = 0.95, num_resamples: int = 2000, seed: int = 0
+    values: Float[np.ndarray, " problems *metrics"],
+    level: float = 0.95,
+    num_resamples: int = 2000,
+    seed: int = 0,
+    bounds: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[Float[np.ndarray, "*metrics"], Float[np.ndarray, "*metrics"]]:
-    """Computes confidence intervals of the mean over problems for values in [0, 1].
+    """Computes confidence intervals of the mean over problems for values in [0, 1] or another range.
 
     The upper bound is the (1 + level) / 2 quantile of the weighted mean of the values and one additional value 1, with
     weights from the uniform distribution over all non-negative weights with sum 1. The lower bound is the
     (1 - level) / 2 quantile with an additional value 0. Learned-Miller and Thomas (2019, arXiv:1905.06208) conjecture
     that the coverage is never below the level. If all values are 0 or 1, the bounds are those of Clopper and Pearson,
     up to the error of the random weights. The bounds are continuous in the values, and differ even if all values are
-    equal. As in `bootstrap_interval`, only the variation between problems is estimated.
+    equal. Values in another range are scaled to [0, 1]. As in `bootstrap_interval`, only the variation between problems
+    is estimated.
 
     Args:
-      values: One value in [0, 1] per problem and metric, such as pass@k for several k.
+      values: One value per problem and metric, such as pass@k for several k.
       level: Confidence level, between 0 and 1.
       num_resamples: Number of random weightings, with the same weightings for all metrics.
       seed: Seed of the weightings.
+      bounds: Smallest and largest possible value.
 
     Returns:
       Lower and upper bounds.
 
     Raises:
-      ValueError: If there are fewer than two problems, if `level` is not between 0 and 1, or if a value is not in
-        [0, 1].
+      ValueError: If there are fewer than two problems, if `level` is not between 0 and 1, or if a value is outside
+        the bounds.
     """
     num_problems, metrics = values.shape[0], values.shape[1:]
-    table = _checked_table(values, level)
+    smallest, largest = bounds
+    table = (_checked_table(values, level) - smallest) / (largest - smallest)
     if np.any(np.abs(table - 0.5) > 0.5 + ROUNDING):
-        raise ValueError("values must lie between 0 and 1; use bootstrap_interval for other values.")
+        raise ValueError(f"values must lie between {smallest:g} and {largest:g}; use bootstrap_interval for others.")
     table = table.clip(0, 1)
     weights = np.random.default_rng(seed).standard_exponential((num_resamples, num_problems + 1))
     weights /= weights.sum(axis=1, keepdims=True)
     means, additional = weights[:, :-1] @ table, weights[:, -1:]
     row = round((1 + level) / 2 * (num_resamples - 1))
-    low = np.sort(means, axis=0)[num_resamples - 1 - row]
-    high = np.sort(means + additional, axis=0)[row]
-    return low.reshape(metrics), high.reshape(metrics)
+    ends = np.sort(means, axis=0)[num_resamples - 1 - row], np.sort(means + additional, axis=0)[row]
+    low, high = ((smallest + (largest - smallest) * end).reshape(metrics) for end in ends)
+    return low, high
 
 
 def difference_interval(

@@ -23,6 +23,9 @@ RESULTS = "results.json"
 RECORDED, REFERENCE = "recorded", "reference"
 """Labels of the clusters in the input, and of the clusters in the sheet of --reference."""
 
+RAND_BOUNDS = (-0.5, 1.0)
+"""Smallest and largest adjusted Rand index."""
+
 Clusters = Mapping[str, np.ndarray]
 """Cluster ids [N] by name of the group."""
 Rows = Mapping[Variant, Mapping[str, Row]]
@@ -100,11 +103,11 @@ def judge_results(rows: Rows, wanted: Sequence[Variant]) -> dict[str, Any]:
     return {
         "num_problems": len(first),
         "failures": dict(sorted(failures.items())),
-        "valid": _mean([name in clusters for name in first], fraction_interval),
-        "degenerate": _mean([is_degenerate.mean() for is_degenerate in degenerate], fraction_interval),
+        "valid": _mean([name in clusters for name in first], (0.0, 1.0)),
+        "degenerate": _mean([is_degenerate.mean() for is_degenerate in degenerate], (0.0, 1.0)),
         "clusters": _mean(distinct),
-        "seed_agreement": _mean(by_seed),
-        "order_sensitivity": _mean([1 - value for value in by_order]),
+        "seed_agreement": _mean(by_seed, RAND_BOUNDS),
+        "order_sensitivity": _mean([1 - value for value in by_order], (0.0, 1.5)),
     }
 
 
@@ -132,8 +135,8 @@ def pair_results(
     pairs = [(degenerate_as_singletons(first[name]), degenerate_as_singletons(second[name])) for name in names]
     found: dict[str, Any] = {
         "num_problems": len(names),
-        "adjusted_rand_index": _mean([adjusted_rand_index(*pair) for pair in pairs]),
-        "v_measure": _mean([v_measure(*pair) for pair in pairs], fraction_interval),
+        "adjusted_rand_index": _mean([adjusted_rand_index(*pair) for pair in pairs], RAND_BOUNDS),
+        "v_measure": _mean([v_measure(*pair) for pair in pairs], (0.0, 1.0)),
     }
     if advantages is None:
         return found
@@ -144,8 +147,8 @@ def pair_results(
         if np.ptp(left) and np.ptp(right):
             correlations.append(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
     return found | {
-        "rank_correlation": _mean(correlations),
-        "sign_changes": _mean(changes, fraction_interval),
+        "rank_correlation": _mean(correlations, (-1.0, 1.0)),
+        "sign_changes": _mean(changes, (0.0, 1.0)),
     }
 
 
@@ -205,15 +208,20 @@ def _rounded(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
     return np.where(np.abs(values) <= ZERO, 0, np.round(values.astype(float), 6))
 
 
-def _mean(
-    values: Sequence[Any], interval: Callable[..., tuple[np.ndarray, np.ndarray]] = bootstrap_interval
-) -> dict[str, float | int | None] | None:
-    """Returns "mean", "low" and "high" (bounds of the 95% interval over problems) and "num_problems".
+def _mean(values: Sequence[Any], bounds: tuple[float, float] | None = None) -> dict[str, float | int | None] | None:
+    """Returns "mean", "low" and "high" (ends of the 95% interval over problems) and "num_problems".
 
-    Returns None without values. The bounds are None if there is only one value.
+    Returns None without values. The ends are None if there is only one value.
+
+    Args:
+      values: One value per problem.
+      bounds: Smallest and largest possible value. If None, there are none.
     """
     if not values:
         return None
     table = np.array(values, float)
-    low, high = map(float, interval(table)) if len(table) > 1 else (None, None)
+    low: float | None = None
+    high: float | None = None
+    if len(table) > 1:
+        low, high = map(float, fraction_interval(table, bounds=bounds) if bounds else bootstrap_interval(table))
     return {"mean": float(table.mean()), "low": low, "high": high, "num_problems": len(table)}

@@ -57,7 +57,7 @@ def test_each_outcome_and_each_figure_is_in_the_summary(tmp_path: Path):
         Stage("failing", [FAILS, WRITES], read_nothing),
         Stage("large", [TOO_LARGE], read_nothing),
         Stage("unreadable", [KILLED], lambda folder: json.loads("{")),
-        Stage("incorrect", [KILLED], lambda folder: [figures.figure("bytes", "differ", status="failed")]),
+        Stage("incorrect", [KILLED], lambda folder: [figures.figure("bytes", "differ " * 30, status="failed")]),
     )
     assert {name: row["status"] for name, row in found.items()} == {
         "measured": "passed",
@@ -72,7 +72,9 @@ def test_each_outcome_and_each_figure_is_in_the_summary(tmp_path: Path):
     assert "fails.log" in found["failing"]["messages"][0] and len(found["failing"]["messages"]) == 1
     console = Console(width=120, record=True, file=io.StringIO())
     figures.show(found, console)
-    assert re.search(r"value +1.5 +3 +0.5 +measured", console.export_text())
+    text = console.export_text()
+    assert re.search(r"value +1.5 +3 +0.5 +measured", text)
+    assert text.count("differ") == 30  # a long text does not shorten the other columns
 
 
 def test_without_time_all_stages_are_in_the_summary(tmp_path: Path):

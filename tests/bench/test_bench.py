@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from poly_epo_jax.model import attention
 from poly_epo_jax.model.attention import self_check
 from poly_epo_jax.startup.read_config import read_config
 
-TINY = tiny_bench.TINY | {"mesh.fsdp": 1, "compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"]}
+# conftest.py selects the same folder. Processes, which limit the size of their cache, must not share it.
+COMPILED = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], Path(__file__).stem)
+TINY = tiny_bench.TINY | {"mesh.fsdp": 1, "compilation_cache_dir": COMPILED}
 
 
 def tiny_config(**changes):

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from poly_epo_jax.model.attention import IMPLEMENTATIONS, self_check
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.read_config import read_config
 
-COMPILED = os.environ["JAX_COMPILATION_CACHE_DIR"]  # Compilation cache of the tests.
+COMPILED = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], Path(__file__).stem)  # as in conftest.py
 TINY = {"base.hidden_size": 16, "base.mlp_size": 32, "base.head_dim": 8, "mesh.fsdp": 1}
 
 

@@ -76,6 +76,9 @@ def test_bounds_are_mirrored_and_shared_by_metrics():
     np.testing.assert_allclose(fraction_interval(1 - values), [1 - high, 1 - low], atol=1e-12)
     np.testing.assert_allclose(fraction_interval(values[:, 1, 1]), [low[1, 1], high[1, 1]], atol=1e-12)
     assert np.all((low > 0) & (low < values.mean(axis=0)) & (values.mean(axis=0) < high) & (high < 1))
+    np.testing.assert_allclose(
+        fraction_interval(1.5 * values - 0.5, bounds=(-0.5, 1.0)), [1.5 * low - 0.5, 1.5 * high - 0.5], atol=1e-12
+    )
     narrow, wide = fraction_interval(values, 0.8), fraction_interval(values, 0.99)
     assert np.all((wide[0] < narrow[0]) & (narrow[1] < wide[1]))
 

@@ -75,7 +75,10 @@ def test_a_run_is_judged_again_with_the_task_of_its_configuration(tmp_path: Path
     assert results["num_problems"] == 2 == results["num_shared"] and results["method"] == "Poly-EPO"
     by_pair = {(pair["first"], pair["second"]): pair for pair in results["pairs"]}
     assert list(by_pair) == [("exact", "letters"), ("exact", "recorded"), ("letters", "recorded")]
-    assert by_pair["exact", "recorded"]["adjusted_rand_index"]["mean"] == 1
+    equal = by_pair["exact", "recorded"]["adjusted_rand_index"]
+    assert equal["low"] < equal["mean"] == 1 and equal["high"] == pytest.approx(
+        1
+    )  # few equal values do not show that all are equal
     assert by_pair["exact", "recorded"]["sign_changes"]["mean"] == 0
     assert by_pair["exact", "letters"]["adjusted_rand_index"]["mean"] < 1
     exact, letters = (results["judges"][label] for label in ("exact", "letters"))
