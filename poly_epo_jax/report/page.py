@@ -79,11 +79,13 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
             swatch = f'<span class="swatch look{figures.COLORS.index(line_styles[model]["color"])}"></span>'
             cells = [interval_cell(results["metrics"].get(name), metric.digits) for name, metric in columns.items()]
             rows.append([f"{swatch}{html.escape(model)}", *cells])
-        sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
+        sizes = {(one["num_problems"], one["num_generations"], len(one.get("failed", ()))) for one in models.values()}
         size = " or ".join(
-            f"{problems} problems, {generations} generations each" for problems, generations in sorted(sizes)
+            f"{problems} problems, {generations} generations each"
+            + f" ({failed} further problems failed)" * bool(failed)
+            for problems, generations, failed in sorted(sizes)
         )
-        note = html.escape(evaluation.omitted_metrics({name for one in models.values() for name in one["metrics"]}))
+        note = html.escape(evaluation.omissions(list(models.values())))
         header = ["model", *(html.escape(metric.title) for metric in columns.values())]
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{table(header, rows, 'results')}"

@@ -13,7 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.rollouts.prompts import BREAK, break_control_tokens, render_chat
-from poly_epo_jax.rollouts.text_encoding import added_tokens, encode_continuation, encode_texts, split_text
+from poly_epo_jax.rollouts.text_encoding import (
+    added_tokens,
+    encode_continuation,
+    encode_texts,
+    replace_unencodable,
+    split_text,
+)
 from poly_epo_jax.types import Interactive, Problem, Task
 
 _QUESTION = {"role": "user", "content": "question"}
@@ -58,6 +64,18 @@ def encode_between(
     ids = np.array(tokens, np.int32)
     check_embedded(tokenizer, ids, vocab_size)
     return ids
+
+
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase, reply: str, chat: bool, stop_text: str, vocab_size: int, max_tokens: int
+) -> tuple[str, int, Int[np.ndarray, " L"]]:
+    """Replaces the characters of a reply that cannot be encoded, and encodes the reply, see `encode_between`.
+
+    Returns:
+      A tuple of the text, the number of replaced characters and the tokens [L].
+    """
+    text, count = replace_unencodable(tokenizer, reply)
+    return text, count, encode_between(tokenizer, text, chat, stop_text, vocab_size, max_tokens)
 
 
 def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:

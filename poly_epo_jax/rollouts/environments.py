@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from poly_epo_jax.rollouts.episode_places import INTERRUPTED, EpisodeLoop, Episo
 from poly_epo_jax.rollouts.grading import MAX_ABANDONED, EpisodeError
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
 from poly_epo_jax.system.daemon_thread import num_abandoned_threads
+from poly_epo_jax.system.evaluates import EVALUATES
+from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import EnvironmentFailure, Generation, Interactive, Metrics, Outcome, Problem
 
@@ -35,7 +38,6 @@ class Environments:
       num_workers: Number of worker processes, each of which runs one call at a time. If 0, all calls run in the event
         loop of a daemon thread, so that an environment that blocks its loop cannot block the trainer or its shutdown.
       memory_gb: Memory limit of each worker, in GiB. It is only enforced on Linux.
-      num_without_room: Number of episodes since the last call of `metrics` that ended because a reply did not fit.
     """
 
     task: Interactive
@@ -46,14 +48,18 @@ class Environments:
     def __post_init__(self):
         self._places: list[EpisodeLoop | EpisodeWorker] = []
         self._pickled = pickled_task(self.task) if self.num_workers else ({}, b"")
-        self._numbers, self._num_retries, self.num_without_room = itertools.count(), 0, 0
+        self._numbers = itertools.count()
+        self._counts = {is_evaluation: Counter[str]() for is_evaluation in (False, True)}
         self._close = weakref.finalize(self, _stop_all, self._places)
 
     def metrics(self) -> Metrics:
         """Returns the numbers of repeated episodes and of episodes that lacked room since the last call."""
-        counts = {"retries": self._num_retries, "no_room": self.num_without_room}
-        self._num_retries = self.num_without_room = 0
-        return {f"environment/{name}": float(count) for name, count in counts.items()}
+        counts, self._counts[EVALUATES.get()] = self._counts[EVALUATES.get()], Counter()
+        return {f"environment/{name}": float(counts[name]) for name in ("retries", "no_room")}
+
+    def count(self, name: str, number: int) -> None:
+        """Adds a number of events to a metric of the training step or evaluation that the caller belongs to."""
+        self._counts[EVALUATES.get()][name] += number
 
     async def play(
         self,
@@ -79,7 +85,7 @@ class Environments:
         """
         failure, num_failures = None, 0
         while num_failures < MAX_ATTEMPTS:
-            self._num_retries += failure is not None
+            self.count("retries", failure is not None)
             episode = RunningEpisode(self, problem)
             try:
                 await episode.start(seed)
@@ -151,7 +157,8 @@ class RunningEpisode:
 
     async def reply(self, generation: Generation) -> str | None:
         """Returns the reply to the last turn of a generation."""
-        return checked_reply(self._class_name, self._problem, await self._call("reply", generation))
+        name = f"reply to turn {len(generation.turns) // 2 + 1}"
+        return checked_reply(self._class_name, self._problem, await self._call("reply", generation, name=name))
 
     async def close(self) -> Outcome:
         """Closes the episode, and returns its outcome."""
@@ -169,16 +176,17 @@ class RunningEpisode:
             await run_to_completion(asyncio.wait([closing], timeout=CLEANUP_SECONDS))
             closing.cancel()
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any, name: str = "") -> Any:
         """Calls a method of the episode within its remaining time.
 
         Raises:
           FailedEpisode: If the method raises an exception, or the episode exceeds its time limit or is lost.
         """
         limit, task = self._environments.timeout_seconds, self._environments.task
-        name = f"{type(task).__name__}: {method} of problem {self._problem.id!r}"
+        name = f"{type(task).__name__}: {name or method} of problem {self._problem.id!r}"
         message = (self._number, method, *arguments)
-        kind, value, seconds = await self._place.call(name, message, max(0.0, limit - self._seconds))
+        with pending_call(name):
+            kind, value, seconds = await self._place.call(name, message, max(0.0, limit - self._seconds))
         self._seconds += seconds
         if not kind:
             return value

@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.stop_strings import text_before
 from poly_epo_jax.records.timeline import waiting
-from poly_epo_jax.rollouts.between_turns import encode_between
+from poly_epo_jax.rollouts.between_turns import encode_reply
 from poly_epo_jax.rollouts.environments import Environments, FailedEpisode
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.returned_values import checked_counts, maximum_reply
-from poly_epo_jax.rollouts.text_encoding import replace_unencodable
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.system.http_client import RequestError
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.system.text import SURROGATE
@@ -68,6 +68,8 @@ class Rollouts:
       grading_timeout_seconds: Maximum time in seconds of a user's reward or judge, see `grading.grade_groups`.
       environment_workers: Number of processes that run environments, see `Environments`.
       environment_memory_gb: Memory limit of each of these processes.
+      omits_failed_requests: Whether a problem whose request the servers reject is omitted, like a problem whose
+        environment failed, instead of raising an error.
     """
 
     def __init__(
@@ -82,10 +84,11 @@ class Rollouts:
         grading_timeout_seconds: float = 600.0,
         environment_workers: int = 0,
         environment_memory_gb: float = 4.0,
+        omits_failed_requests: bool = False,
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
-        self.grading_timeout_seconds = grading_timeout_seconds
+        self.grading_timeout_seconds, self._omits_failed_requests = grading_timeout_seconds, omits_failed_requests
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
         limits = (episode_timeout_seconds, environment_workers, environment_memory_gb)
         self.environments = Environments(task, *limits) if isinstance(task, Interactive) else None
@@ -121,7 +124,7 @@ class Rollouts:
     ) -> AsyncGenerator[Group, None]:
         """Yields a group for each problem, as soon as its last generation is complete.
 
-        The group of a problem whose environment failed repeatedly has no generations.
+        Responses on which the environment failed repeatedly are missing from their group, see `Group.failures`.
 
         Args:
           problems: Problems whose prompts are completed.
@@ -146,8 +149,8 @@ class Rollouts:
             try:
                 for completed in asyncio.as_completed(running):
                     group = await completed
-                    if group.failure is not None:
-                        reason = f"{group.failure.reason}. The prompt is left out"
+                    for failure in (one for one in group.failures.values() if one.kind != "server"):
+                        reason = f"{failure.reason}. The response is masked"
                         warn_repeatedly("environment", f"The environment failed repeatedly. {reason}.")
                     yield group
                 queue.warn_about_room()
@@ -169,13 +172,16 @@ class Rollouts:
                     play = self._play(self.environments, turns, completion.index, generation)
                     episodes[completion.index] = asyncio.create_task(play)
             results |= zip(episodes, await asyncio.gather(*episodes.values()), strict=True)
-        except BaseException:
+        except BaseException as error:
             await cancel_all(episodes.values())
-            raise
-        generations = [results[index] for index in range(len(turns.seeds))]
-        failure = next((one for one in generations if isinstance(one, EnvironmentFailure)), None)
-        complete = tuple(one for one in generations if isinstance(one, Generation))
-        return Group(turns.problem, turns.prompt_ids, () if failure else complete, failure)
+            if not (self._omits_failed_requests and isinstance(error, RequestError)):
+                raise
+            failure = EnvironmentFailure("server", str(error))
+            return Group(turns.problem, turns.prompt_ids, (), dict.fromkeys(range(len(turns.seeds)), failure))
+        found = sorted(results.items())
+        generations = tuple(one for _, one in found if isinstance(one, Generation))
+        failures = {index: one for index, one in found if isinstance(one, EnvironmentFailure)}
+        return Group(turns.problem, turns.prompt_ids, generations, failures)
 
     async def _play(
         self, environments: Environments, turns: Turns, index: int, first: Generation
@@ -192,7 +198,7 @@ class Rollouts:
 
         result = await environments.play(turns.problem, turns.episode_seed(index), first, take_turn)
         lacks_room = lacks_room and isinstance(result, Generation)
-        environments.num_without_room += lacks_room
+        environments.count("no_room", lacks_room)
         turns.queue.end(lacks_room)
         return result
 
@@ -248,20 +254,14 @@ class Rollouts:
     async def _append_reply(self, turns: Turns, before: Generation, reply: str) -> Generation:
         """Appends a reply. If it leaves no tokens or no turn for the policy, the response ends instead.
 
-        The reply is encoded in a thread, so that a long reply does not delay the trainer or its shutdown.
-
         Raises:
           FailedEpisode: If the reply has more than `max_reply_tokens` tokens of the task.
         """
         problem, sampling, limit = turns.problem, turns.queue.sampling, self._max_reply_tokens
         stop_text, room = self._token_text(int(before.token_ids[-1])), sampling.max_tokens - len(before.token_ids)
-
-        def encode() -> tuple[str, int, Int[np.ndarray, " L"]]:
-            text, count = replace_unencodable(self._tokenizer, reply)
-            most = max(room, limit or 0)
-            return text, count, encode_between(self._tokenizer, text, problem.chat, stop_text, self._vocab_size, most)
-
-        reply, count, ids = await in_daemon_thread(encode)
+        arguments = (self._tokenizer, reply, problem.chat, stop_text, self._vocab_size, max(room, limit or 0))
+        # In a thread, a long reply does not delay the trainer or its shutdown.
+        reply, count, ids = await in_daemon_thread(lambda: encode_reply(*arguments))
         self._num_replaced += count
         if limit is not None and len(ids) > limit:
             raise FailedEpisode("long", f"A reply of problem {problem.id!r} exceeds max_reply_tokens={limit}")

@@ -14,6 +14,7 @@ from poly_epo_jax.rollouts import environments, episode_places
 from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
 from poly_epo_jax.rollouts.episode_places import EpisodeLoop
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
 
 
@@ -73,8 +74,11 @@ FAULTS = [
 def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fault: Any, kind: str, reason: str):
     task = Faulty(method, fault)
     a, b, c = play(task)
-    assert b.generations == () and b.failure is not None and b.failure.kind == kind
-    assert f"Faulty: {method} of problem 'b'" in b.failure.reason and reason in b.failure.reason
+    assert b.generations == () and list(b.failures) == list(range(N))
+    turn = " to turn 1" if method == "reply" else ""
+    for failure in b.failures.values():
+        assert failure.kind == kind
+        assert f"Faulty: {method}{turn} of problem 'b'" in failure.reason and reason in failure.reason
     assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
         y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
     ]
@@ -119,10 +123,17 @@ def test_an_environment_that_hangs_exceeds_its_deadline(clock: Clock, method: st
 
     task = Faulty(method, answer_late)
     a, b, c = play(task, timeout=0.05)
-    assert b.failure is not None and b.failure.kind == "late"
-    assert "rollouts.episode_timeout_seconds=0.05" in b.failure.reason
+    assert {failure.kind for failure in b.failures.values()} == {"late"}
+    assert "rollouts.episode_timeout_seconds=0.05" in b.failures[0].reason
     assert len(cancelled) == N * MAX_ATTEMPTS
-    assert a.failure is None and c.failure is None
+    assert not a.failures and not c.failures
+
+
+def test_calls_of_environments_are_pending_calls(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("poly_epo_jax.system.pending_calls.MAX_SHOWN", 1000)
+    seen = []
+    play(Faulty("reply", lambda: seen.append(pending_calls()[0])))
+    assert "Faulty: reply to turn 1 of problem 'b'" in seen[0] and not pending_calls()[0]
 
 
 def test_an_environment_that_blocks_its_loop_is_named_and_others_are_repeated(
@@ -148,7 +159,7 @@ def test_an_environment_that_blocks_its_loop_is_named_and_others_are_repeated(
         released.set()
     for group, expected in zip(groups, play(SumTask()), strict=True):
         assert [y.token_ids.tolist() for y in group.generations] == [y.token_ids.tolist() for y in expected.generations]
-    assert len(warnings) == 1 and "Blocking: reply of problem" in warnings[0]
+    assert len(warnings) == 1 and "Blocking: reply to turn" in warnings[0]
     assert "rollouts.environment_workers" in warnings[0]
 
 

@@ -17,7 +17,7 @@ from poly_epo_jax.startup.config_file import load_config
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Group, Sampling
 
-KINDS = {"raises": "raised", "fails": "failed", "exits": "lost", "grows": "raised"}
+KINDS = {"raises": ["raised"] * 2, "fails": ["failed"] * 2, "exits": ["lost"] * 2, "grows": ["raised"] * 2}
 
 
 def open_rollouts(task: Any, num_workers: int, timeout: float = PATIENCE) -> Rollouts:
@@ -41,11 +41,12 @@ def test_failures_in_workers_are_those_of_single_episodes(monkeypatch: pytest.Mo
     monkeypatch.setattr(environments, "MAX_ATTEMPTS", 1)
     task = WorkerTask()
     groups = play(open_rollouts(task, 2), task, "works", *KINDS)
-    assert {name: group.failure.kind for name, group in groups.items() if group.failure is not None} == KINDS
+    failures = {name: list(group.failures.values()) for name, group in groups.items() if group.failures}
+    assert {name: [failure.kind for failure in of_group] for name, of_group in failures.items()} == KINDS
     assert content(groups["works"]) == content(play(open_rollouts(WorkerHere(), 0), WorkerHere(), "works")["works"])
-    reasons = {name: group.failure.reason for name, group in groups.items() if group.failure is not None}
+    reasons = {name: of_group[0].reason for name, of_group in failures.items()}
     assert "worker_tasks.py:" in reasons["raises"] and "in turn 2" in reasons["raises"]
-    assert "WorkerTask: reply of problem 'exits'" in reasons["exits"] and "code 7" in reasons["exits"]
+    assert "WorkerTask: reply to turn 2 of problem 'exits'" in reasons["exits"] and "code 7" in reasons["exits"]
     assert "MemoryError" in reasons["grows"] and "out of order" in reasons["fails"]
 
 
@@ -61,8 +62,9 @@ class WorkerHere(WorkerTask):
 def test_a_worker_that_hangs_is_replaced():
     task = WorkerTask()
     group = play(open_rollouts(task, 1, timeout=0.3), task, "hangs")["hangs"]
-    assert group.failure is not None and group.failure.kind == "late"
-    assert "rollouts.episode_timeout_seconds=0.3" in group.failure.reason
+    for failure in group.failures.values():
+        assert failure.kind == "late" and "rollouts.episode_timeout_seconds=0.3" in failure.reason
+    assert len(group.failures) == 2
 
 
 def test_a_cancelled_call_ends_its_worker():

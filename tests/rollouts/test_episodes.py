@@ -41,7 +41,7 @@ def test_episodes_equal_an_independent_replay(sampler: type[ByHash], delay: floa
     groups = play(task, sampler(), max_tokens=500)
     turns = []
     for group in groups:
-        assert group.failure is None and len(group.generations) == N
+        assert not group.failures and len(group.generations) == N
         for y, seed in zip(group.generations, generation_seeds(0, group.problem, N).tolist(), strict=True):
             ids, logprobs, mask, total = replayed(group.problem, seed)
             assert y.token_ids.tolist() == ids and y.loss_mask.tolist() == mask
@@ -128,10 +128,10 @@ class Wordy(SumTask):
 
 def test_replies_longer_than_declared_are_failures_of_the_environment():
     for group, whole in zip(play(Wordy(), max_tokens=500), play(SumTask(), max_tokens=500), strict=True):
-        is_long = any(len(reply) > 2 for y in whole.generations for reply in y.turns[1::2])
-        assert (group.failure is not None) == is_long
-        if group.failure is not None:
-            assert group.failure.kind == "long" and "max_reply_tokens=2" in group.failure.reason
+        long = [index for index, y in enumerate(whole.generations) if any(len(reply) > 2 for reply in y.turns[1::2])]
+        assert long and sorted(group.failures) == long
+        for failure in group.failures.values():
+            assert failure.kind == "long" and "max_reply_tokens=2" in failure.reason
 
 
 @pytest.mark.parametrize("limit", [0, True, "2"])

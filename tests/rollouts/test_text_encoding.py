@@ -13,7 +13,7 @@ from metaspace import BLANK, LINES, MISTRAL, metaspace
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from poly_epo_jax.rollouts import between_turns, groups, text_encoding
+from poly_epo_jax.rollouts import between_turns, text_encoding
 from poly_epo_jax.rollouts.between_turns import encode_between, warn_about_turns
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
@@ -249,7 +249,7 @@ def test_a_shutdown_does_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPa
         return np.zeros(1, np.int32)
 
     async def main() -> None:
-        monkeypatch.setattr(groups, "encode_between", encode)
+        monkeypatch.setattr(between_turns, "encode_between", encode)
         sampler = Scripted(lambda *_: "ab", LETTERS)
         rollouts = Rollouts(sampler, sampler.tokenizer, Echo("no"), max_prompt_tokens=20)
         reading = asyncio.ensure_future(anext(rollouts.generate([Problem("p", "hi", "")], 1, Sampling(40))))
