@@ -30,7 +30,7 @@ from poly_epo_jax.experience import Experience
 from poly_epo_jax.memory_plan.tables import print_plan
 from poly_epo_jax.model.attention import SUPPORTS_SHARED_PROMPTS, resolve_implementation
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
-from poly_epo_jax.model.checkpoint import Checkpoints
+from poly_epo_jax.model.checkpoint import Checkpoints, best_step
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, open_policy
 from poly_epo_jax.parallel import hosts
@@ -43,7 +43,7 @@ from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
 from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.prompts import ProblemOrder, drop_long_prompts
+from poly_epo_jax.rollouts.prompts import ProblemOrder, drop_long_prompts, with_system_prompt
 from poly_epo_jax.startup.base_policy import base_policy
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import Prepared, configure_compiler, prepare
@@ -64,7 +64,7 @@ from poly_epo_jax.step.update import PolicyUpdate, make_update
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
-from poly_epo_jax.tasks.problems import reasons_text, usable_problems
+from poly_epo_jax.tasks.problems import reasons_text, source_weights, usable_problems
 from poly_epo_jax.train import Trainer, TrainProgress, train
 from poly_epo_jax.types import Problem, Sampling, Task
 
@@ -92,7 +92,16 @@ def run(config: Config) -> None:
         hosts.run_on_first(lambda: held.enter_context(run_folder.lock_run_folder(workdir)))
         _run(config, prepared)
     if hosts.is_first():
-        print(f"Done: {workdir}. Create a report with: python -m poly_epo_jax.report {workdir}")
+        print(f"Done: {workdir}.{_best(config)} Create a report with: python -m poly_epo_jax.report {workdir}")
+
+
+def _best(config: Config) -> str:
+    """Returns a sentence about the best checkpoint of a run, or an empty string without `checkpoint.best`."""
+    metric, workdir = config.checkpoint.best, Path(config.workdir)
+    values = run_folder.held_out_values(workdir, metric)
+    step = best_step(values, run_folder.checkpoint_steps(workdir))
+    found = f"step {step}, {metric} {values[step]:.3f}" if step else f"none has a value of {metric}"
+    return f" Best checkpoint: {found}." if metric else ""
 
 
 def _run(config: Config, prepared: Prepared) -> None:
@@ -109,6 +118,8 @@ def _run(config: Config, prepared: Prepared) -> None:
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, base=policy.path if config.lora.rank else None
     )
     progress = _restored_or_new(config, policy, mesh, update, checkpoints)
+    best = config.checkpoint.best, progress.step
+    checkpoints.values |= hosts.run_on_first(lambda: run_folder.held_out_values(workdir, *best))
     reference = policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
         digests |= _same_content(config, policy, reference_digests(reference))
@@ -126,7 +137,7 @@ def _run(config: Config, prepared: Prepared) -> None:
             rollouts,
             task,
             prepared.judge,
-            ProblemOrder(train_problems, config.train.prompts_per_batch, config.seed),
+            ProblemOrder(train_problems, config.train.prompts_per_batch, config.seed, source_weights(task)),
             make_advantages(config.algo, config.seed),
             partial(_sampling, config),
             config,
@@ -248,6 +259,7 @@ def _problems_that_fit(config: Config, task: Task, policy: Policy) -> tuple[Sequ
     counts, problems = {}, []
     for name, (part, before) in usable_problems(task).items():
         limits = (config.train.max_prompt_tokens, policy.config.vocab_size)
+        part = with_system_prompt(part, config.task.system_prompt)
         kept, too_long = drop_long_prompts(part, policy.tokenizer, *limits)
         counts[name] = {"kept": len(kept), "dropped": dataclasses.asdict(before) | {"too_long": too_long}}
         problems.append(kept)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -137,7 +138,7 @@ async def train(
       tracker: Writes the records of the run. None on processes that do not log.
       config: The configuration, with the number of steps and the intervals between evaluations, checkpoints and logged
         generations. Evaluations also take place before the first step and at the last step, and the last step always
-        ends with a checkpoint.
+        ends with a checkpoint, as does a step with a better evaluation than all before.
       is_evaluated: Whether the policy that training continues from has been evaluated.
 
     Raises:
@@ -225,7 +226,7 @@ class _Loop:
         if self._is_due(config.eval.every, step):
             await self._evaluate(step)
         await self._log_timing(step, batch)
-        if step % config.checkpoint.every == 0:
+        if step % config.checkpoint.every == 0 or self.checkpoints.is_best(step):
             with stage("checkpoint"):
                 self.save()
         if step < config.train.num_steps:
@@ -246,6 +247,8 @@ class _Loop:
         """Evaluates the policy after a step, and writes the metrics as a row separate from that of the step."""
         with self.trainer.timeline.clock(step).stage("evaluate"):
             metrics = await self.evaluate()
+            if math.isfinite(value := metrics.get(self.config.checkpoint.best, math.nan)):
+                self.checkpoints.values[step] = value
             await self._write(lambda tracker: tracker.log(step, metrics))
 
     async def _log(self, step: int, batch: Batch, metrics: Metrics) -> None:

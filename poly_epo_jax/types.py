@@ -40,6 +40,8 @@ class Problem:
         control tokens. (0, 0) marks no part.
       tools: Definitions of tools as JSON schemas, which the chat template inserts into the prompt. Requires `chat`.
       columns: Further columns of the dataset, which reward functions receive by name.
+      system: System message before `prompt`. Requires `chat`. `task.system_prompt` replaces it.
+      source: Name of the dataset, see `Mixed`.
     """
 
     id: str
@@ -50,6 +52,8 @@ class Problem:
     untrusted: tuple[int, int] = (0, 0)
     tools: Sequence[Mapping[str, Any]] = dataclasses.field(default=(), hash=False)
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    system: str = ""
+    source: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -320,6 +324,18 @@ class Task(Protocol):
 
     train_problems: Sequence[Problem]
     held_out_problems: Sequence[Problem]
+
+
+@runtime_checkable
+class Mixed(Task, Protocol):
+    """A task that draws its training problems from several datasets.
+
+    Attributes:
+      source_weights: Relative number of prompts from each dataset, by `Problem.source`. If empty, each problem is drawn
+        equally often.
+    """
+
+    source_weights: Mapping[str, float]
 
 
 @runtime_checkable

@@ -12,8 +12,9 @@ from poly_epo_jax.system.json_files import write_json
 
 
 def wide_console() -> Console:
-    """Returns a console of at least 120 characters, even if the output is a file."""
-    return Console(width=max(Console().width, 120))
+    """Returns a console of at least 120 characters or, if the output is a file or a pipe, of 1,000: no table is cut."""
+    console = Console()
+    return Console(width=max(console.width, 120 if console.is_terminal else 1000))
 
 
 def console_table(left: Sequence[str], right: Sequence[str], wrapped: str = "") -> Table:

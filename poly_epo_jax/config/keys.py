@@ -101,6 +101,7 @@ class TaskSection(Section, name="task"):
 
     name: str = key("polynomial", "name of the task")
     options: Mapping[str, Any] = key({}, "keyword arguments of the task, such as --config.task.options.seed=1")
+    system_prompt: str = key("", "system message before the first message of each chat (empty = none)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,6 +378,11 @@ class CheckpointSection(Section, name="checkpoint"):
 
     every: int = key(50, "interval between checkpoints, in steps", STEPS)
     keep: int = key(2, "number of checkpoints to keep; older checkpoints are deleted", STEPS)
+    best: str = key(
+        "",
+        "held-out metric, such as eval/reward; a step with a higher value than all before is saved, and the best "
+        "checkpoint is kept in addition to the newest ones (empty = none)",
+    )
     accept_changed_code: bool = key(False, "whether a run continues although the user's code has changed")
 
 

@@ -25,7 +25,7 @@ from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.run_folder import resumable_config
 from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
-from poly_epo_jax.rollouts.prompts import drop_long_prompts
+from poly_epo_jax.rollouts.prompts import drop_long_prompts, with_system_prompt
 from poly_epo_jax.rollouts.returned_values import checked_clustering
 from poly_epo_jax.startup.base_policy import base_policy_folder
 from poly_epo_jax.startup.read_config import make_judge
@@ -168,7 +168,8 @@ async def _generate(run: RunContext, policy: Policy, url: str) -> list[Group]:
     config = dataclasses.replace(run.config, rollouts=_with_short_timeouts(run.config.rollouts))
     limit, max_tokens = config.train.max_prompt_tokens, min(MAX_TOKENS, config.sampling.max_tokens)
     vocab_size = policy.config.vocab_size
-    problems, _ = drop_long_prompts(run.task.train_problems[: 16 * NUM_PROMPTS], policy.tokenizer, limit, vocab_size)
+    first = with_system_prompt(run.task.train_problems[: 16 * NUM_PROMPTS], config.task.system_prompt)
+    problems, _ = drop_long_prompts(first, policy.tokenizer, limit, vocab_size)
     if not problems:
         raise Failed(
             f"all of the first {16 * NUM_PROMPTS} prompts are longer than train.max_prompt_tokens={limit}; increase it"

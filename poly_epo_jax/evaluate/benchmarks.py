@@ -11,6 +11,7 @@ from typing import Any
 from poly_epo_jax.config.keys import Config, ConfigError, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.rollouts.prompts import with_system_prompt
 from poly_epo_jax.startup.resume_checks import problems_digest
 from poly_epo_jax.system.digests import option_digests
 from poly_epo_jax.system.text import did_you_mean
@@ -59,8 +60,8 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
       name: A key of BENCHMARKS, the name of a synthetic task (evaluated on its held-out problems), or a source that
         `tasks.problems.read_source` accepts, such as a .jsonl file with columns `problem` and `answer`. The prefix
         `label=` sets the label.
-      section: The `task` section of the configuration. It provides the options of the task that it names, and the
-        prompt template and the number of grading processes of mathematical problems.
+      section: The `task` section of the configuration. It provides the options of the task that it names, the
+        prompt template and the number of grading processes of mathematical problems, and the system prompt.
 
     Returns:
       The benchmark with all of its problems.
@@ -73,9 +74,11 @@ def open_benchmark(name: str, section: TaskSection) -> Benchmark:
     if has_held_out_problems(source):
         check_options("task.options", Entry(source, TASKS[source]), options)
         task = TASKS[source](**options)
-        return Benchmark(benchmark_label(name), task, task.held_out_problems)
-    task = MathTask(**options)
-    return Benchmark(benchmark_label(name), task, task.train_problems)
+        problems = task.held_out_problems
+    else:
+        task = MathTask(**options)
+        problems = task.train_problems
+    return Benchmark(benchmark_label(name), task, with_system_prompt(problems, section.system_prompt))
 
 
 def check_benchmark(name: str) -> None:
@@ -172,4 +175,6 @@ def about_evaluation(
     }
     if config.model.chat_template_options:
         about["chat_template_options"] = dict(config.model.chat_template_options)
+    if config.task.system_prompt:
+        about["system_prompt"] = config.task.system_prompt
     return json.loads(json.dumps(about))

@@ -37,10 +37,9 @@ async def evaluate_held_out(
     """Computes evaluation metrics as means over held-out problems.
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
-    k = 1, 2, 4, ... if they depend on k, the mean reward and its parts, the fraction of degenerate responses, and
-    failure counts, separate from those of training. Metrics omit responses on which the environment or the reward
-    failed, those at k problems with fewer other responses, and those of clusters problems without a clustering. Each
-    process evaluates its share of the problems.
+    k = 1, 2, 4, ... if they depend on k, the mean reward and its parts, degenerate fraction, and own failure counts.
+    Metrics omit responses on which the environment or the reward failed, those at k problems with fewer other
+    responses, and those of clusters problems without a clustering. Each process evaluates its share of the problems.
 
     Args:
       rollouts: Generates the responses.

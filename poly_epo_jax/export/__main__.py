@@ -1,4 +1,4 @@
-"""Exports a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N]
+"""Exports a trained policy as a Hugging Face folder: python -m poly_epo_jax.export RUN FOLDER [--step N|best]
 
 If the policy was trained with LoRA, its adapter is merged into the weights. With --adapter, only the adapter is
 written, in the format of PEFT.
@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.export.model_card import model_card
@@ -33,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m poly_epo_jax.export", description="Export the trained policy of a run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder to create; must not exist")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest checkpoint)")
+    parser.add_argument(
+        "--step",
+        type=_step,
+        help="step of the checkpoint, or best for the best step by checkpoint.best (default: the newest checkpoint)",
+    )
     parser.add_argument(
         "--dtype",
         default="",
@@ -53,10 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(work, after_ctrl_c="nothing was written. Rerun the command to start over.")
 
 
+def _step(text: str) -> int | Literal["best"]:
+    return "best" if text == "best" else int(text)
+
+
 def export(
     run: Path,
     folder: Path,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     dtype: str = "bfloat16",
     *,
     adapter: bool = False,
@@ -71,7 +80,8 @@ def export(
     Args:
       run: The run folder.
       folder: The folder to create.
-      step: Step of the checkpoint. If None, the newest checkpoint is exported.
+      step: Step of the checkpoint, or "best" for the best step by `checkpoint.best`. If None, the newest checkpoint is
+        exported.
       dtype: Dtype of the written weights.
       adapter: Whether to write only the LoRA adapter. If False, an adapter is merged into the weights.
       base: Folder of the base policy of an adapter. If None, the path that the run recorded is used.

@@ -7,6 +7,8 @@ listed here. A configuration file can register the metrics that its own componen
 
 import dataclasses
 
+import numpy as np
+
 from poly_epo_jax.metrics import evaluation
 from poly_epo_jax.registry import Registry
 
@@ -186,6 +188,11 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Maximum staleness of responses",
             "Staleness of the oldest generated token of the step.",
             "Above `train.staleness`: responses were sampled with outdated weights.",
+        ),
+        "data/reward/*": LoggedMetric(
+            "Reward by dataset",
+            "Mean reward of the generations for the problems of a dataset (`Problem.source`). Only logged for steps "
+            "with problems of several datasets.",
         ),
         "data/drawn": LoggedMetric(
             "Drawn prompts",
@@ -480,6 +487,21 @@ def is_reserved(name: str) -> bool:
 def held_out(name: str) -> str:
     """Returns the name under which a run logs an evaluation metric on held-out problems."""
     return _HELD_OUT + name
+
+
+def held_out_metrics(num_generations: int, with_clusters: bool) -> list[str]:
+    """Returns the names of the metrics of evaluations during training, without counts and fractions of failures.
+
+    Metrics of graded rewards are included, which evaluations omit if all rewards are 0 or 1.
+
+    Args:
+      num_generations: Number of generations per problem.
+      with_clusters: Whether the judge clusters responses.
+    """
+    values = {"rewards": 0.5, "correct": False} | ({"clusters": 0} if with_clusters else {})
+    arrays = {name: np.full((1, num_generations), value) for name, value in values.items()}
+    names = evaluation.problem_values(arrays, curves=False).keys() - {evaluation.MEAN_REWARD}
+    return [HELD_OUT_REWARD, *sorted(map(held_out, names))]
 
 
 def is_held_out(name: str) -> bool:

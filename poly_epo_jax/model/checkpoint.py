@@ -15,12 +15,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN, PreservationPolicy
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.model.fingerprint import array_names, fingerprints
@@ -45,17 +46,22 @@ class Checkpoints:
 
     Args:
       directory: Directory of the checkpoints. Unless `read_only`, it is created if it does not exist.
-      keep: Number of checkpoints to keep. If None, all checkpoints are kept.
+      keep: Number of the newest checkpoints to keep. If None, all checkpoints are kept.
       read_only: Whether the checkpoints belong to another process, which may save and delete checkpoints concurrently.
       base: Folder of the frozen weights. Checkpoints omit these weights, and the caller passes them to `restore`. If
         None, checkpoints contain all weights.
+
+    Attributes:
+      values: Values of `checkpoint.best` by step. The best checkpoint is kept in addition to the newest ones. It is
+        determined when a checkpoint is saved, so evaluate a step before saving it.
     """
 
     def __init__(self, directory: Path, keep: int | None = None, read_only: bool = False, base: Path | None = None):
         # Orbax logs each file at level INFO, and logs errors that it also raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self.values: dict[int, float] = {}
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), _Best(self.values)]),
             read_only=read_only,
             cleanup_tmp_directories=not read_only,  # left behind by interrupted saves
             enable_async_checkpointing=True,
@@ -70,6 +76,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, in ascending order. Interrupted saves do not count."""
         return sorted(self._manager.all_steps())
+
+    def is_best(self, step: int) -> bool:
+        """Returns True if a step has a higher value than all steps with a checkpoint."""
+        return best_step(self.values, {*self.steps, step}) == step
 
     @property
     def num_corrupted(self) -> int:
@@ -259,6 +269,28 @@ class Checkpoints:
                 f"Failed to write a checkpoint to {self._directory}: {_reason(error)}. Free disk space or choose a "
                 "writable folder. Earlier checkpoints are intact. Rerun the command to resume."
             ) from error
+
+
+@dataclasses.dataclass
+class _Best(PreservationPolicy):
+    """Preserves the checkpoint with the highest value."""
+
+    values: Mapping[int, float]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = best_step(self.values, steps)
+        return [step == best for step in steps]
+
+
+def best_step(values: Mapping[int, float], steps: Collection[int]) -> int | None:
+    """Returns the first of the steps with the highest value. Returns None if none of them has a value.
+
+    Args:
+      values: Finite values by step.
+      steps: Steps to choose from.
+    """
+    return max(values.keys() & steps, key=lambda step: (values[step], -step), default=None)
 
 
 def _other_arrays(tree: Any, saved: Collection[str]) -> list[str]:

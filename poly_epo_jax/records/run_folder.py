@@ -114,6 +114,21 @@ def is_evaluated(folder: Path, step: int) -> bool:
     return any(map(is_held_out, itertools.chain.from_iterable(rows)))
 
 
+def held_out_values(folder: Path, metric: str, last_step: float = math.inf) -> dict[int, float]:
+    """Reads the values of a metric by step, without values that are not finite.
+
+    Args:
+      folder: The run folder.
+      metric: Name of the metric. If empty, there are no values.
+      last_step: Last step whose value is read.
+
+    Raises:
+      ValueError: If a complete line is not a valid row.
+    """
+    rows = read_rows(folder / METRICS) if metric else []
+    return {row["step"]: row[metric] for row in rows if row["step"] <= last_step and row.get(metric) is not None}
+
+
 def drop_rows_after(folder: Path, step: int) -> None:
     """Removes the rows that a killed run wrote after the checkpoint from which it resumes.
 

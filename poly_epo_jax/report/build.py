@@ -57,7 +57,8 @@ FIGURES = {
     ),
     "pass_at_k": (
         "Held-out pass@k",
-        "Fraction of held-out problems that at least one of k attempts solves, at the last evaluation.",
+        "Fraction of held-out problems that at least one of k attempts solves, at the last evaluation and, for the "
+        "base policy, before the first step. k ends at half of the attempts: single attempts decide pass@k of all.",
     ),
     "training_dynamics": ("Training dynamics", "Lines are smoothed over steps. Faint lines show each step."),
     "timeline": (

@@ -85,12 +85,29 @@ def _draw(axes: Axes, results: Results, style: Mapping[str, Any]) -> None:
 
 
 def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
-    """Draws pass@k of the last evaluation during the training of each run. Returns None if no run has it."""
-    last = {label: last_evaluation(rows) for label, rows in runs.items()}
+    """Draws pass@k of the last evaluation of each run and of its base policy. Returns None if no run has it.
+
+    Base policies are evaluated before the first step. Equal results of several runs are drawn once. The largest k is
+    left out: pass@k of all generations is the fraction of solved problems, which single generations decide.
+    """
+    last, bases = {label: last_evaluation(rows) for label, rows in runs.items()}, dict[str, Results]()
     if not any(results["metrics"] for results in last.values()):
         return None
+    for label, rows in runs.items():
+        base = last_evaluation([row for row in rows if row["step"] == 0])
+        if base["metrics"] and base not in (last[label], *bases.values()):
+            bases[f"base of {label}"] = base
+    if len(bases) == 1:
+        bases = {"base": bases.popitem()[1]}
+    shown = {label: _without_largest_k(results) for label, results in (last | bases).items()}
     title = "Held-out pass@k at the last evaluation"
-    return plot_pass_at_k({title: last}, figures.styles(list(runs)), (6.5, 3.8))
+    return plot_pass_at_k({title: shown}, figures.styles(list(shown)), (6.5, 3.8))
+
+
+def _without_largest_k(results: Results) -> Results:
+    points = results["metrics"]
+    largest = max(points, key=lambda name: split(name)[1] or 0, default="")
+    return {"metrics": {name: value for name, value in points.items() if name != largest or len(points) == 1}}
 
 
 def last_evaluation(rows: figures.Rows) -> Results:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from poly_epo_jax.metrics import evaluation, logged
-from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, PASS
+from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, MEAN_REWARD, PASS
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.document import interval_cell, table
 from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, model_labels
 
+MAIN = (PASS, MEAN_REWARD, CORRECT_CLUSTERS)
+"""Evaluation metrics, without k, of the first table of a benchmark."""
 STEPS_AVERAGED = 10
 BOOTSTRAP = "95% bootstrap intervals over problems"
 """Intervals of evaluations whose results.json does not name them."""
@@ -64,7 +66,9 @@ def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> st
 
 
 def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
-    """Returns HTML with a table per benchmark: one row per model, one column per metric with its interval.
+    """Returns HTML with two tables per benchmark: one row per model, one column per metric with its interval.
+
+    The second table, with the metrics that are not in `MAIN`, is collapsed.
 
     Args:
       evaluations: Results by benchmark and model.
@@ -74,11 +78,9 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
     for benchmark, models in evaluations.items():
         columns = evaluation.table_columns((name for one in models.values() for name in one["metrics"]), "report")
         shown |= columns
-        rows = []
-        for model, results in models.items():
-            swatch = f'<span class="swatch look{figures.COLORS.index(line_styles[model]["color"])}"></span>'
-            cells = [interval_cell(results["metrics"].get(name), metric.digits) for name, metric in columns.items()]
-            rows.append([f"{swatch}{html.escape(model)}", *cells])
+        main = {name: metric for name, metric in columns.items() if evaluation.split(name)[0] in MAIN}
+        others = {name: metric for name, metric in columns.items() if name not in main}
+        more = f"<details><summary>Other metrics</summary>{_table(models, others, line_styles)}</details>"
         sizes = {(one["num_problems"], one["num_generations"], len(one.get("failed", ()))) for one in models.values()}
         size = " or ".join(
             f"{problems} problems, {generations} generations each"
@@ -86,15 +88,25 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
             for problems, generations, failed in sorted(sizes)
         )
         note = html.escape(evaluation.omissions(list(models.values())))
-        header = ["model", *(html.escape(metric.title) for metric in columns.values())]
         tables.append(
-            f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{table(header, rows, 'results')}"
-            f"<p class='muted'>{note}</p>"
+            f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{_table(models, main, line_styles)}"
+            f"{more if others else ''}<p class='muted'>{note}</p>"
         )
     notes = dict.fromkeys(one.get("intervals", BOOTSTRAP) for models in evaluations.values() for one in models.values())
     note = f"<p class='muted'>Means over problems, with {html.escape('. Others: '.join(notes))}.</p>"
     meanings = metric_list((metric.title, metric.meaning) for metric in shown.values())
     return f"<section><h2>Results</h2>{''.join(tables)}{note}{meanings}</section>" if tables else ""
+
+
+def _table(
+    models: Mapping[str, Mapping[str, Any]], columns: Mapping[str, evaluation.EvaluationMetric], line_styles: LineStyles
+) -> str:
+    rows = []
+    for model, results in models.items():
+        swatch = f'<span class="swatch look{figures.COLORS.index(line_styles[model]["color"])}"></span>'
+        cells = [interval_cell(results["metrics"].get(name), metric.digits) for name, metric in columns.items()]
+        rows.append([f"{swatch}{html.escape(model)}", *cells])
+    return table(["model", *(html.escape(metric.title) for metric in columns.values())], rows, "results")
 
 
 def metric_list(metrics: Iterable[tuple[str, str]]) -> str:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,8 +45,8 @@ def encode_prompts(
 
     Raises:
       ValueError: If a prompt is a chat message and the tokenizer does not have a chat template, if the template raises
-        an error or does not support the tools of a problem, if the tokenizer cannot encode a character, or if a token
-        is not in the policy's embedding.
+        an error or does not support the tools or the system message of a problem, if the tokenizer cannot encode a
+        character, or if a token is not in the policy's embedding.
     """
     if not problems:
         return []
@@ -55,8 +56,12 @@ def encode_prompts(
             "the tokenizer, or use plain prompts (task.options.template for task math)."
         )
     added = added_tokens(tokenizer)
-    chat = _chat_text(tokenizer, "message") if any(problem.chat for problem in problems) else ""
-    pieces = [_prompt_text(tokenizer, problem, added, chat).split(BREAK) for problem in problems]
+    chat_text = functools.cache(lambda system: _chat_text(tokenizer, "message", system=system))
+    chats = [chat_text(problem.system) if problem.chat else "" for problem in problems]
+    pieces = [
+        _prompt_text(tokenizer, problem, added, chat).split(BREAK)
+        for problem, chat in zip(problems, chats, strict=True)
+    ]
     bos = _added_bos(tokenizer)
     prompts = []
     beginnings = encode_texts(tokenizer, [texts[0] for texts in pieces])
@@ -80,14 +85,16 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, added: Ma
     start, end = (0, len(prompt)) if problem.chat else problem.untrusted
     before, untrusted, after = prompt[:start], prompt[start:end], prompt[end:]
     if problem.chat and problem.tools:
-        without_tools, chat = chat, _chat_text(tokenizer, "message", problem.tools)
+        without_tools, chat = chat, _chat_text(tokenizer, "message", problem.tools, problem.system)
         if chat == without_tools:
             raise ValueError(
                 f"The chat template of the policy's tokenizer does not support tools, which problem {problem.id!r} "
                 "has; use a model whose template supports them."
             )
     untrusted = break_control_tokens(untrusted, added, chat if problem.chat else before + after)
-    return _chat_text(tokenizer, untrusted, problem.tools) if problem.chat else before + untrusted + after
+    if problem.chat:
+        return _chat_text(tokenizer, untrusted, problem.tools, problem.system)
+    return before + untrusted + after
 
 
 def break_control_tokens(untrusted: str, added: Mapping[str, bool], trusted: str) -> str:
@@ -110,8 +117,33 @@ def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def _chat_text(tokenizer: PreTrainedTokenizerBase, content: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    return render_chat(tokenizer, [{"role": "user", "content": content}], tools)
+def with_system_prompt(problems: Sequence[Problem], system_prompt: str) -> Sequence[Problem]:
+    """Returns the problems with `task.system_prompt` as the system message of chats. If empty, they are unchanged.
+
+    Raises:
+      ValueError: If none of the problems is a chat.
+    """
+    if not system_prompt or not problems:
+        return problems
+    if not any(problem.chat for problem in problems):
+        raise ValueError(
+            "task.system_prompt requires prompts that are chat messages, which the task does not have; set it to '', "
+            "or include the text in the prompts (task.options.template for task math)."
+        )
+    return [dataclasses.replace(problem, system=system_prompt if problem.chat else "") for problem in problems]
+
+
+def _chat_text(
+    tokenizer: PreTrainedTokenizerBase, content: str, tools: Sequence[Mapping[str, Any]] = (), system: str = ""
+) -> str:
+    messages = [{"role": "system", "content": system}] if system else []
+    text = render_chat(tokenizer, [*messages, {"role": "user", "content": content}], tools)
+    if system.strip() not in text:
+        raise ValueError(
+            "The chat template of the policy's tokenizer does not support system messages; set task.system_prompt='', "
+            "or use a model whose template supports them."
+        )
+    return text
 
 
 def render_chat(
@@ -138,10 +170,10 @@ def render_chat(
     except (TemplateError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         kind = "a single user message" if len(messages) == 1 else f"messages of the roles {roles}"
+        remedy = "set task.system_prompt=''" if messages[0]["role"] == "system" else "set model.chat_template_options"
         raise ValueError(
             f"The chat template of the policy's tokenizer failed for {kind}: {first_line(error)}; "
-            "correct the template, set model.chat_template_options, or use plain prompts (task.options.template for "
-            "task math)."
+            f"correct the template, {remedy}, or use plain prompts (task.options.template for task math)."
         ) from error
 
 
@@ -170,6 +202,9 @@ def drop_long_prompts(
 class ProblemOrder:
     """An endless order of problems. Each epoch contains every problem once, in a new random order.
 
+    With weights, each dataset has its own epochs. Any consecutive problems contain each dataset in proportion to its
+    weight, which Grain rounds down to a multiple of 1% of the smallest weight.
+
     A step draws consecutive problems. The number of problems that were drawn before it determines its problems, so this
     number is all that a checkpoint stores of the data.
 
@@ -177,19 +212,33 @@ class ProblemOrder:
       problems: All problems of an epoch.
       prompts_per_batch: Number of problems per step.
       seed: Seed of the random order.
+      weights: Relative number of problems from each dataset, by `Problem.source`. If empty, each problem is drawn
+        equally often.
 
     Raises:
-      ValueError: If there are fewer than `prompts_per_batch` problems.
+      ValueError: If there are fewer than `prompts_per_batch` problems, or a dataset with a weight has no problems.
     """
 
-    def __init__(self, problems: Sequence[Problem], prompts_per_batch: int, seed: int):
+    def __init__(
+        self, problems: Sequence[Problem], prompts_per_batch: int, seed: int, weights: Mapping[str, float] | None = None
+    ):
         if prompts_per_batch > len(problems):
             raise ValueError(
                 f"train.prompts_per_batch={prompts_per_batch}, but only {len(problems)} training problems can be used; "
                 "lower it, or raise train.max_prompt_tokens. data.json counts the other problems by reason."
             )
+        parts = {source: [one for one in problems if one.source == source] for source in weights or ()}
+        if empty := [source for source, part in parts.items() if not part]:
+            raise ValueError(
+                f"No training problem of {empty[0]!r} can be used; remove this dataset, or raise "
+                "train.max_prompt_tokens. data.json counts the dropped problems by reason."
+            )
         # `repeat(None)` means 2^63 - 1 problems in grain, which overflows.
-        self._epochs = grain.MapDataset.source(problems).shuffle(seed=seed).repeat(10**9)
+        orders = [
+            grain.MapDataset.source(part).shuffle(seed=(seed + place) % 2**32).repeat(10**9)
+            for place, part in enumerate(parts.values() or [problems])
+        ]
+        self._order = grain.MapDataset.mix(orders, [*weights.values()] if weights else None)
 
     def draw(self, position: int, count: int, queued: Sequence[Problem] = ()) -> list[Problem]:
         """Returns the next `count` problems.
@@ -205,7 +254,7 @@ class ProblemOrder:
         for problem in queued:
             before[problem.id] = max(before[problem.id], problem.occurrence + 1)
         for place in range(position, position + count):
-            problem: Problem = self._epochs[place]
+            problem: Problem = self._order[place]
             times = before[problem.id]
             drawn.append(dataclasses.replace(problem, occurrence=times) if times else problem)
             before[problem.id] += 1

@@ -80,9 +80,10 @@ async def response_reward(task: HasRewards, problem: Problem, generation: Genera
 
 def _arguments(problem: Problem, generation: Generation) -> dict[str, list[Any]]:
     prompt, completion = problem.prompt, generation.text
+    system = [{"role": "system", "content": problem.system}] if problem.system else []
     values = {"answer": problem.answer} | dict(problem.columns)
     values |= {
-        "prompts": [{"role": "user", "content": prompt}] if problem.chat else prompt,
+        "prompts": [*system, {"role": "user", "content": prompt}] if problem.chat else prompt,
         "completions": [{"role": "assistant", "content": completion}] if problem.chat else completion,
         "completion_ids": generation.token_ids.tolist(),
         "problems": problem,

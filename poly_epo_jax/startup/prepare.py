@@ -26,6 +26,7 @@ from poly_epo_jax.parallel.compiler_options import use_deterministic_programs
 from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts.prompts import with_system_prompt
 from poly_epo_jax.startup.base_policy import base_shape
 from poly_epo_jax.startup.read_config import make_judge, make_task
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
@@ -80,6 +81,7 @@ def prepare(config: Config) -> Prepared:
     code = check_resume_code(config)
     task = make_task(config.task)
     check_rules(task_rules(config, task))
+    with_system_prompt(task.train_problems, config.task.system_prompt)  # raises an error if it cannot be used
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
     judge = make_judge(config.judge, task)

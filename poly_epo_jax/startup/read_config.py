@@ -26,7 +26,7 @@ from poly_epo_jax.startup.rules import check_rules, command_rules, training_rule
 from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.tasks.problems import check_ids
+from poly_epo_jax.tasks.problems import check_ids, source_weights
 from poly_epo_jax.types import HasRewards, Interactive, Judge, Rewarded, Task
 
 KNOWN_NAMES: dict[str, Collection[str]] = {
@@ -97,7 +97,8 @@ def make_task(section: TaskSection) -> Task:
 
     Raises:
       ConfigError: If the task has neither rewards nor episodes, or invalid rewards.
-      ValueError: If two training problems or two held-out problems have the same id.
+      ValueError: If two training problems or two held-out problems have the same id, or if weights of datasets are
+        invalid.
     """
     task = TASKS[section.name](**section.options)
     if not isinstance(task, Rewarded | HasRewards | Interactive):
@@ -109,6 +110,7 @@ def make_task(section: TaskSection) -> Task:
         reward_parts(task)
     check_ids(task.train_problems)
     check_ids(task.held_out_problems)
+    source_weights(task)
     return task
 
 

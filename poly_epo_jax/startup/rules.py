@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, updates_per_step
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.metrics.logged import held_out_metrics
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.set_rl import OBJECTIVES
 from poly_epo_jax.step.advantages import OWN_FEATURES, make_estimator
@@ -55,6 +56,14 @@ def task_rules(config: Config, task: Task) -> Rules:
     yield (
         config.eval.every and not task.held_out_problems,
         f"eval.every={config.eval.every}, but the task has no held-out problems; set eval.every=0.",
+    )
+    best, judge = config.checkpoint.best, JUDGES[config.judge.name]
+    metrics = held_out_metrics(config.eval.num_generations, judge.clusters) if best and config.eval.every else ()
+    yield (
+        best and best not in metrics,
+        f"checkpoint.best={best!r} must be a held-out metric of the run: {', '.join(metrics)}."
+        if metrics
+        else f"checkpoint.best={best!r} requires evaluations; set eval.every.",
     )
     yield (
         config.train.prompts_per_batch > len(task.train_problems),

@@ -2,23 +2,31 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from jax.sharding import Mesh
 
-from poly_epo_jax.config.keys import LoraSection, ModelSection
-from poly_epo_jax.model.checkpoint import Checkpoints
+from poly_epo_jax.config.keys import ConfigError, LoraSection, ModelSection
+from poly_epo_jax.model.checkpoint import Checkpoints, best_step
 from poly_epo_jax.model.lora import ADAPTER
 from poly_epo_jax.model.policy import Policy, model_digest, open_policy
 from poly_epo_jax.model.transformer import param_shapes
 from poly_epo_jax.parallel.sharding import param_shardings
-from poly_epo_jax.records.run_folder import CHECKPOINTS, POLICY, checkpoint_digest, read_about, read_config
+from poly_epo_jax.records.run_folder import (
+    CHECKPOINTS,
+    POLICY,
+    checkpoint_digest,
+    held_out_values,
+    read_about,
+    read_config,
+)
 from poly_epo_jax.startup.resume_checks import check_version
 from poly_epo_jax.system.output_folder import check_contents
 from poly_epo_jax.types import Params
 
 
 def open_trained_policy(
-    run: Path, section: ModelSection, mesh: Mesh, step: int | None = None, base: Path | None = None
+    run: Path, section: ModelSection, mesh: Mesh, step: int | Literal["best"] | None = None, base: Path | None = None
 ) -> tuple[Policy, Params, int]:
     """Loads the policy of a run from a checkpoint.
 
@@ -27,7 +35,8 @@ def open_trained_policy(
       section: The `model` section of a configuration, which sets dtype, rematerialization and attention kernel. The
         dtype of the weights is that of the run.
       mesh: Mesh over which the weights are sharded.
-      step: Step of the checkpoint. If None, the newest valid checkpoint is used.
+      step: Step of the checkpoint, or "best" for the best step by `checkpoint.best`. If None, the newest valid
+        checkpoint is used.
       base: Folder of the base policy. Only required if the run trained an adapter and the folder has moved.
 
     Returns:
@@ -36,7 +45,8 @@ def open_trained_policy(
     Raises:
       FileNotFoundError: If the run does not have the checkpoint, or the base policy is missing.
       ValueError: If the run folder contains links.
-      ConfigError: If another version of the package, with other configuration keys, trained the run.
+      ConfigError: If another version of the package, with other configuration keys, trained the run, or if `step` is
+        "best" and the run has no best step.
       CheckpointError: If the checkpoint is corrupted or, with `step=None`, if all checkpoints are corrupted.
     """
     if not (run / CHECKPOINTS).is_dir():
@@ -57,6 +67,14 @@ def open_trained_policy(
     def restore(step: int) -> Params:
         return checkpoints.restore_params(step, abstract, shardings, trainable, frozen)
 
+    if step == "best":
+        metric = saved["checkpoint"]["best"]
+        step = best_step(held_out_values(run, metric), checkpoints.steps)
+        if step is None:
+            raise ConfigError(
+                f"{run} has no checkpoint with a value of checkpoint.best={metric!r}; set the step of a checkpoint: "
+                f"{', '.join(map(str, checkpoints.steps))}."
+            )
     if step in checkpoints.steps:
         return policy, restore(step), step
     newest = checkpoints.restore_latest(restore) if step is None else None

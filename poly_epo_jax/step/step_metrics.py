@@ -49,7 +49,16 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "judge/failed_prompts": float(failures.total()),
     }
     failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()} | mean_parts(groups)
-    return rollouts | failed | _episode_metrics(generations) | cluster_metrics(clustered(groups), set_size)
+    others = _source_metrics(groups) | _episode_metrics(generations)
+    return rollouts | failed | others | cluster_metrics(clustered(groups), set_size)
+
+
+def _source_metrics(groups: Sequence[GradedGroup]) -> Metrics:
+    """Returns the mean reward by dataset, if the prompts are from several datasets."""
+    rewards: dict[str, list[float]] = {}
+    for graded in groups:
+        rewards.setdefault(graded.group.problem.source, []).extend(graded.rewards.tolist())
+    return {f"data/reward/{name}": float(np.mean(rewards[name])) for name in sorted(rewards) if len(rewards) > 1}
 
 
 def _episode_metrics(generations: Sequence[Generation]) -> Metrics:

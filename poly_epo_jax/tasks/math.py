@@ -5,14 +5,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from poly_epo_jax.config.checks import FRACTION, NOT_EMPTY
+from poly_epo_jax.config.checks import FRACTION, Check
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.json_files import read_object
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
-from poly_epo_jax.tasks.problems import SLOT, Dropped, check_template, clean_problems, load_problems, prompted
+from poly_epo_jax.tasks.problems import (
+    SLOT,
+    Dropped,
+    check_template,
+    clean_problems,
+    load_problems,
+    prompted,
+    source_name,
+)
 from poly_epo_jax.tasks.verifier import GradedInWorkers, Outcome, Verifier
 from poly_epo_jax.types import Generation, Problem
 
+SOURCES = Check(lambda given: bool(given) and all(map(str.strip, _sources(given))), "must not be empty")
 MESSAGE = f"{SLOT}\n\nWork through the problem one step at a time, and write your final answer inside \\boxed{{}}."
 
 
@@ -21,8 +30,9 @@ class MathTask(GradedInWorkers):
     """Mathematics problems whose answers are compared with math-verify.
 
     Attributes:
-      train: Source of the training problems, in the format of `problems.read_source`.
+      train: Source or sources of the training problems, in the format of `problems.read_source`.
       held_out: Source or sources of the held-out problems, in the same format.
+      weights: Relative number of prompts from each source of `train`. If empty, each problem is drawn equally often.
       problem_column: Column that contains the problem text.
       answer_column: Column that contains the reference answer: text, a number, a list with one of them, or a dict with
         the key `ground_truth`. Rows with any other answer are removed and counted, see `problems.Dropped`.
@@ -41,16 +51,18 @@ class MathTask(GradedInWorkers):
       memory_gb: Memory limit of each process, in GiB. It is only enforced on Linux.
       train_problems: Problems of `train` after `problems.clean_problems`.
       held_out_problems: Problems of `held_out` after `problems.clean_problems`.
+      source_weights: `weights` by the names of the sources, see `types.Mixed`.
       dropped: Numbers of problems that were removed from "train" and "held_out", by reason.
 
     Raises:
       ValueError: If a source or `keep` is malformed, two problems of one part have the same id, or `template` does
-        not contain `{problem}` exactly once.
+        not contain `{problem}` exactly once, or `weights` does not have a weight for each source.
       OSError: If a source is missing or unreachable, or if a process that compares answers cannot start.
     """
 
-    train: Annotated[str, NOT_EMPTY]
+    train: Annotated[str | Sequence[str], SOURCES]
     held_out: str | Sequence[str] = ""
+    weights: Sequence[float] = ()
     problem_column: str = "problem"
     answer_column: str = "answer"
     id_column: str = "id"
@@ -66,9 +78,15 @@ class MathTask(GradedInWorkers):
     def __post_init__(self):
         check_template(self.template)
         self._verifier = Verifier(self.num_workers, self.cpu_seconds, self.memory_gb)
-        sources = [self.held_out] if isinstance(self.held_out, str) else self.held_out
-        held_out, dropped_held_out = self._load([source for source in sources if source])
-        train, dropped_train = self._load([self.train], held_out)
+        held_out_sources, sources = _sources(self.held_out), _sources(self.train)
+        self.source_weights = dict(zip(map(source_name, sources), map(float, self.weights), strict=False))
+        if self.weights and not len(self.source_weights) == len(self.weights) == len(sources):
+            raise ValueError(
+                f"task.options.weights={self.weights} must have one weight for each of the {len(sources)} sources of "
+                "task.options.train, whose names must differ; correct the weights, or rename files."
+            )
+        held_out, dropped_held_out = self._load([source for source in held_out_sources if source])
+        train, dropped_train = self._load(sources, held_out)
         if self.keep:
             train, outside = _with_pass_rate(train, Path(self.keep), self.keep_min, self.keep_max)
             dropped_train += outside
@@ -96,6 +114,10 @@ class MathTask(GradedInWorkers):
         loaded = [load_problems(source, *columns) for source in sources]
         kept, dropped = clean_problems([one for part, _ in loaded for one in part], self.same_answer, held_out)
         return kept, sum((unusable for _, unusable in loaded), start=dropped)
+
+
+def _sources(given: str | Sequence[str]) -> Sequence[str]:
+    return [given] if isinstance(given, str) else given
 
 
 def _with_pass_rate(

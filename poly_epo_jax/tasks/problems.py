@@ -13,7 +13,7 @@ from poly_epo_jax.system.text import SURROGATE
 from poly_epo_jax.tasks.answers import reference_answer, visible
 from poly_epo_jax.tasks.arrow_rows import table_rows
 from poly_epo_jax.tasks.data_sets import read_data_set
-from poly_epo_jax.types import ComparesAnswers, Interactive, Problem, Task
+from poly_epo_jax.types import ComparesAnswers, Interactive, Mixed, Problem, Task
 
 SLOT = "{problem}"
 BLANK_AT_SYMBOL = re.compile(r"(?<!\w) | (?!\w)")
@@ -153,8 +153,7 @@ def load_problems(
         a text is not valid Unicode, or no row has a usable answer.
       OSError: If the source is missing or unreachable.
     """
-    name = source if Path(source).suffix in _READERS else source.split(":")[0]
-    stem, problems, reasons = Path(name).stem, [], collections.Counter[str]()
+    stem, problems, reasons = source_name(source), [], collections.Counter[str]()
     for number, row in enumerate(read_source(source), start=1):
         text, identifier = row.get(problem_column), row.get(id_column)
         is_blank = text is None or (isinstance(text, str) and not text.strip())
@@ -171,7 +170,8 @@ def load_problems(
         if reason:
             reasons[reason] += 1
             continue
-        problem = Problem(f"{stem}/{number}" if identifier is None else str(identifier), text, answer)
+        identifier = f"{stem}/{number}" if identifier is None else str(identifier)
+        problem = Problem(identifier, text, answer, source=stem)
         for value in (problem.id, text, answer):
             if surrogate := SURROGATE.search(value):
                 raise ValueError(
@@ -185,6 +185,28 @@ def load_problems(
             "the column or the answers."
         )
     return problems, Dropped(**reasons)
+
+
+def source_name(source: str) -> str:
+    """Returns the last part of the path or name of a source, such as `gsm8k` for `openai/gsm8k:main:test`."""
+    return Path(source if Path(source).suffix in _READERS else source.split(":")[0]).stem
+
+
+def source_weights(task: Task) -> Mapping[str, float]:
+    """Returns the weights of the datasets of a task, by `Problem.source`. Empty if the task is not `Mixed`.
+
+    Raises:
+      ValueError: If a dataset has no positive weight, or no training problems.
+    """
+    weights = task.source_weights if isinstance(task, Mixed) else {}
+    sources = {problem.source for problem in task.train_problems}
+    if weights and (weights.keys() != sources or not all(0 < weight < float("inf") for weight in weights.values())):
+        raise ValueError(
+            f"The weights {dict(weights)} of {type(task).__name__} must have one positive number for each dataset of "
+            f"the training problems, {', '.join(sorted(sources))}; correct the weights, or remove a dataset whose "
+            "problems are all duplicates."
+        )
+    return {source: float(weight) for source, weight in weights.items()}
 
 
 def reasons_text(dropped: Dropped | Mapping[str, int]) -> str:

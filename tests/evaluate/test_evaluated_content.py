@@ -12,7 +12,7 @@ from fork_server import ForkServer
 from training_runs import SETTINGS, as_flags
 
 from configs import polaris
-from poly_epo_jax.config.keys import TaskSection
+from poly_epo_jax.config.keys import Config, TaskSection
 from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.evaluate.benchmarks import about_evaluation, open_benchmark
 from poly_epo_jax.evaluate.folder import open_folder
@@ -67,6 +67,19 @@ def test_a_benchmark_file_is_identified_by_its_content(tmp_path: Path):
     with pytest.raises(ValueError, match=r"different values of problems, task_options\.train; .*--output"):
         open_folder(tmp_path / "folder", second)
     assert json.loads((tmp_path / "folder" / "about.json").read_text()) == first
+
+
+def test_the_system_prompt_is_used_and_recorded(tmp_path: Path):
+    (file := tmp_path / "mine.jsonl").write_text('{"problem": "1+1?", "answer": "2"}')
+    abouts = []
+    for system_prompt in ("", "Be brief."):
+        config = Config(task=TaskSection(name="math", system_prompt=system_prompt))
+        (problem,) = open_benchmark(str(file), config.task).problems
+        assert problem.system == system_prompt
+        abouts.append(about_evaluation(config, str(file), "a step", 8, False, {}))
+    assert changes(*abouts) == ["system_prompt"]
+    with pytest.raises(ValueError, match=r"task\.system_prompt requires"):
+        open_benchmark("polynomial", TaskSection(system_prompt="Be brief."))
 
 
 def test_results_of_another_version_of_the_grader_are_not_combined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -151,6 +151,20 @@ def test_a_run_without_adapter_is_exported_without_the_flag(exported: Path, tmp_
         export.export(exported.parent, tmp_path / "adapter", adapter=True)
 
 
+def test_the_best_step_is_exported(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = shutil.copytree(exported.parent, tmp_path / "run", ignore=shutil.ignore_patterns("exported"))
+    command = [str(run), str(tmp_path / "best"), "--dtype=float32", "--step=best"]
+    assert (
+        export.main(command) == 2 and "checkpoint.best=''; set the step of a checkpoint: 1" in capsys.readouterr().err
+    )
+    config = json.loads((run / "config.json").read_text())
+    write_json(run / "config.json", config | {"checkpoint": config["checkpoint"] | {"best": "eval/reward"}})
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.9}\n{"step": 1, "eval/reward": 0.1}\n')
+    assert export.main(command) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "best" / name).read_bytes() == (exported / name).read_bytes()
+
+
 @pytest.mark.slow
 def test_the_command_prints_how_to_upload(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert export.main([str(exported.parent), str(tmp_path / "a folder")]) == 0

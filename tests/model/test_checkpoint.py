@@ -153,6 +153,27 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     assert steps_on_disk(tmp_path) == [10, 11]
 
 
+def test_the_best_checkpoint_is_kept_beside_the_newest_ones(tmp_path):
+    """Compares with a search over all saved steps. Ties keep the earlier step, and steps without a value count as none.
+
+    The checkpoints are opened again in the middle, as by a resumed run, with the values in another order.
+    """
+    values = {step: value for step, value in enumerate([1.0, 3.0, None, 3.0, 2.0, None, 4.0, 4.0, -1.0], 1) if value}
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in range(1, 10):
+        if step == 5:
+            checkpoints.close()
+            checkpoints = Checkpoints(tmp_path, keep=1)
+            checkpoints.values |= reversed([item for item in values.items() if item[0] < 5])
+        earlier = {one: value for one, value in values.items() if one < step}
+        checkpoints.values |= {step: values[step]} if step in values else {}
+        assert checkpoints.is_best(step) == (step in values and values[step] > max(earlier.values(), default=-9))
+        save_small(checkpoints, step)
+        best = min((one for one in values if one <= step), key=lambda one: (-values[one], one))
+        assert steps_on_disk(tmp_path) == sorted({step, best})
+    checkpoints.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-1700000000000000"])
 def test_an_incomplete_checkpoint_is_ignored(tmp_path, suffix):

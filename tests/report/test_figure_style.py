@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -83,6 +84,16 @@ def test_swatches_have_the_colors_of_the_figures():
     assert "95% bootstrap intervals over problems" in page  # results.json of earlier versions does not name them
     named = results | {"intervals": "by another <method>"}
     assert "by another &lt;method&gt;" in results_tables({"task": {"base": named}}, line_styles)
+
+
+def test_the_first_table_of_a_benchmark_has_few_metrics():
+    first, others = ("pass@1", "pass@64", "correct_clusters@64"), ("solved", "answer_entropy", "response_length")
+    metrics = {name: {"mean": 0.5, "low": 0.4, "high": 0.6} for name in first + others}
+    results = {"metrics": metrics, "num_problems": 9, "num_generations": 64}
+    page = results_tables({"task": {"base": results}}, figures.styles(["base"]))
+    shown, _, collapsed = page.partition("<details>")
+    assert re.findall("<th>(.*?)</th>", shown)[:4] == ["model", "pass@1", "pass@64", "correct clusters@64"]
+    assert re.findall("<th>(.*?)</th>", collapsed)[:3] == ["model", "answer entropy", "response length"]
 
 
 @pytest.mark.parametrize("last", [1, 7, 20, 23, 199, 1000])

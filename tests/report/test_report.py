@@ -462,6 +462,20 @@ def test_pass_at_k_is_from_the_last_evaluation_sorted_by_k():
     assert evaluation_figures.last_evaluation(rows[2:]) == {"metrics": {}}
 
 
+def test_held_out_pass_at_k_includes_each_base_policy_once_and_ends_before_the_largest_k():
+    def rows(*values):
+        return [{"step": 5 * i, "eval/pass@1": value, "eval/pass@2": 2 * value} for i, value in enumerate(values)]
+
+    for runs, expected in (
+        ({"a": rows(0.1, 0.2), "b": rows(0.1, 0.3)}, {"a": 0.2, "b": 0.3, "base": 0.1}),
+        ({"a": rows(0.1, 0.2), "b": rows(0.2, 0.3)}, {"a": 0.2, "b": 0.3, "base of a": 0.1, "base of b": 0.2}),
+    ):
+        figure = evaluation_figures.plot_held_out_pass_at_k(runs)
+        assert figure is not None
+        drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+        assert drawn == {label: [[1, value]] for label, value in expected.items()}
+
+
 @pytest.mark.parametrize("length", [1, 2, 13, 14, 200])
 def test_smooth_is_a_normalized_gaussian_mean(length: int):
     values = np.random.default_rng(length).normal(size=length)

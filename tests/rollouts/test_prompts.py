@@ -1,5 +1,6 @@
 """Tests encoded prompts, and the order of problems: every epoch contains every problem, and positions are exact."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ from poly_epo_jax.config.keys import ModelSection
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.policy import open_policy
 from poly_epo_jax.model.presets import preset_config
-from poly_epo_jax.rollouts.prompts import ProblemOrder, encode_prompts
+from poly_epo_jax.rollouts.prompts import ProblemOrder, encode_prompts, with_system_prompt
 from poly_epo_jax.startup import base_policy
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.tasks import MathTask
@@ -191,3 +192,52 @@ def test_thinking_is_disabled_with_an_option_of_the_chat_template(qwen: PreTrain
         tokenizer = open_policy(tmp_path, ModelSection(chat_template_options=options)).tokenizer
         text = str(tokenizer.decode(encode_prompts(tokenizer, [problem], VOCAB_SIZE)[0]))
         assert text.endswith("<think>\n\n</think>\n\n") == bool(options), text
+
+
+SIZES = {"a": 10, "b": 3}
+MIXED = [Problem(f"{source}{i}", "1", "2", source=source) for source, size in SIZES.items() for i in range(size)]
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0, "b": 2.0}, {"b": 0.25, "a": 1.0}])
+def test_datasets_are_mixed_by_weight_from_every_position(weights: dict[str, float]):
+    """Each dataset has its own epochs. The position alone determines the problems, so a resumed run draws the same."""
+    drawn = ProblemOrder(MIXED, 4, 3, weights).draw(0, 200)
+    for start in (0, 1, 57):
+        assert ProblemOrder(MIXED, 7, 3, weights).draw(start, 50) == drawn[start : start + 50]
+        for source, weight in weights.items():
+            number = sum(problem.source == source for problem in drawn[start : start + 100])
+            assert number == pytest.approx(100 * weight / sum(weights.values()), abs=1)
+    for source, size in SIZES.items():
+        own = [problem.id for problem in drawn if problem.source == source]
+        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        assert all(len(set(epoch)) == size for epoch in epochs) and len(set(map(tuple, epochs))) > 1
+
+
+def test_a_dataset_without_usable_problems_raises_an_error():
+    with pytest.raises(ValueError, match=r"'c' .* train\.max_prompt_tokens"):
+        ProblemOrder(MIXED, 4, 0, {"a": 1.0, "b": 1.0, "c": 1.0})
+
+
+def test_the_system_prompt_precedes_chats_and_changes_nothing_else(qwen: PreTrainedTokenizerBase):
+    system = "Reason in <think> tags.\n"
+    plain = [Problem(text, text, "2", chat=text != "1") for text in ("What is 1 + 1?", INJECTION, "1")]
+    problems = with_system_prompt(plain, system)
+    assert [dataclasses.replace(problem, system="") for problem in problems] == plain
+    for problem, ids in zip(problems[:2], encode_prompts(qwen, problems, VOCAB_SIZE), strict=False):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": problem.prompt}]
+        assert qwen.decode(ids) == qwen.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert control(ids) == [IM_START, THINK, IM_END, IM_START, IM_END, IM_START]
+    assert problems[2] == plain[2] and with_system_prompt(plain, "") == plain
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[-1].content }}", "{% if messages[0].role == 'system' %}{{ raise_exception('no role') }}{% endif %}"],
+)
+def test_a_system_prompt_that_cannot_be_used_is_refused(qwen: PreTrainedTokenizerBase, template: str):
+    with pytest.raises(ValueError, match=r"task\.system_prompt"):
+        with_system_prompt([Problem("p", "1", "2")], "Be brief.")
+    qwen.chat_template = template
+    (problem,) = with_system_prompt([Problem("p", "1", "2", chat=True)], "Be brief.")
+    with pytest.raises(ValueError, match=r"task\.system_prompt=''"):
+        encode_prompts(qwen, [problem], VOCAB_SIZE)

@@ -96,8 +96,14 @@ def test_a_reward_function_of_trl_is_called_as_trl_calls_it():
     assert graded(task, "ab", problem).rewards.tolist() == [0, 1]
     shared = ["b"], ["a"], {"difficulty", "problems", "generations"}
     assert sorted(received) == [(["p:"], [text], [[ids, 1]], *shared) for text, ids in (("a", 2), ("b", 3))]
-    chat = dataclasses.replace(PROBLEMS[0], chat=True)
+    chat = dataclasses.replace(PROBLEMS[0], chat=True, system="Be brief.")
     assert graded(Parts(format_reward_func), "abc", chat).rewards.tolist() == [1, 1, 0]
+
+    def has_messages(prompts: Any, **columns: Any) -> list[float]:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "p:"}]
+        return [float(prompts == [messages])]
+
+    assert graded(Parts(has_messages), "a", chat).rewards.tolist() == [1]
 
 
 def test_a_class_can_be_a_reward():

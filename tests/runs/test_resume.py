@@ -1,6 +1,7 @@
 """A run that is killed and restarted writes the same bytes and weights as an uninterrupted run."""
 
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from training_runs import Run
+from training_runs import Run, rows_of
 
+from poly_epo_jax.config.keys import ModelSection
+from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import read_rows
+from poly_epo_jax.startup.trained_policy import open_trained_policy
 
 LAST_STEP, CHECKPOINT_EVERY = 24, 5
 CHANGES = {
@@ -107,3 +111,35 @@ def test_restarting_a_finished_run_changes_nothing(uninterrupted: Run):
     before = uninterrupted.bytes(*names), uninterrupted.checkpoints()
     uninterrupted.finish()
     assert (uninterrupted.bytes(*names), uninterrupted.checkpoints()) == before
+
+
+def kept_checkpoints(values: dict[int, float], every: int, last_step: int) -> list[list[int]]:
+    """Returns the steps with a checkpoint after each save, if one newest checkpoint is kept beside the best one."""
+    kept: list[list[int]] = []
+    for step in range(1, last_step + 1):
+        if step in (every, last_step) or all(values[step] > values[one] for one in range(1, step)):
+            best = min(range(1, step + 1), key=lambda one: (-values[one], one))
+            kept.append(sorted({best, step}))
+    return kept
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_survives_a_kill_between_saving_and_deletion(tmp_path: Path, caches: dict[str, Path]):
+    changes = CHANGES | caches | {"train.num_steps": 9, "checkpoint.every": 5, "eval.every": 1, "checkpoint.keep": 1}
+    metric = "eval/incorrect_clusters@8"  # neither the first nor the last evaluation has its highest value
+    changes |= {"checkpoint.best": metric, "optimizer.schedule": "constant", "optimizer.learning_rate": 5e-3}
+    uninterrupted, killed = Run(tmp_path, "uninterrupted", changes), Run(tmp_path, "killed", changes)
+    uninterrupted.finish()
+    values = {row["step"]: row[metric] for row in rows_of(uninterrupted.folder, metric)}
+    kept = kept_checkpoints(values, 5, 9)
+    best = kept[-1][0]
+    assert uninterrupted.checkpoints() == kept[-1] == [best, 9] and best > 1, values
+    assert f"Best checkpoint: step {best}, {metric} {values[best]:.3f}." in uninterrupted.log()
+    for before, after in pairwise(kept):
+        for deleted in set(before) - set(after):
+            assert killed.stop(f"deletion {deleted}", signal.SIGKILL) == [-signal.SIGKILL]
+            assert killed.checkpoints() == sorted({*before, *after})
+    assert killed.stop("commit 9", signal.SIGKILL) == [-signal.SIGKILL]
+    killed.finish()
+    assert killed.checkpoints() == kept[-1] and killed.bytes(*REPRODUCED) == uninterrupted.bytes(*REPRODUCED)
+    assert open_trained_policy(killed.folder, ModelSection(), make_mesh(1, 1, 1), "best")[2] == best

@@ -1,6 +1,7 @@
 """Tests checks of the task that a run makes before anything is computed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import ByLetter
@@ -17,6 +18,27 @@ class Interacting(ByLetter):
 
     def start(self, problem: Problem, seed: int) -> Episode:
         raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint.best": "eval/rewards"}, r"checkpoint\.best='eval/rewards' .* eval/reward, .*eval/pass@2"),
+        ({"checkpoint.best": "eval/reward", "eval.every": 0}, r"checkpoint\.best='eval/reward' .* set eval\.every"),
+        ({"task.system_prompt": "Be brief."}, r"task\.system_prompt requires prompts that are chat messages"),
+    ],
+)
+def test_keys_that_the_run_cannot_use_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+):
+    monkeypatch.setattr(prepare, "make_task", lambda section: ByLetter())
+    config = get_config()
+    config.update({"workdir": str(tmp_path / "run"), "compilation_cache_dir": str(tmp_path / "cache")})
+    config.train.update({"prompts_per_batch": 2, "prompts_per_minibatch": 2})
+    config.base.cache_dir = str(tmp_path)
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+        prepare.prepare(read_config(config))
 
 
 def test_updates_during_episodes_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -78,7 +78,8 @@ def test_digests_of_problems_identify_text_answer_id_and_order():
     before = digests(problems)
     assert list(before) == ["training problems", "held-out problems"]
     assert digests([Problem("a", "1+1", "2"), Problem("b", "1+2", "3")]) == before
-    for other in (Problem("c", "1+2", "3"), Problem("b", "1+3", "3"), Problem("b", "1+2", "4")):
+    graded_by = Problem("b", "1+2", "3", columns={"solution": "3"})
+    for other in (Problem("c", "1+2", "3"), Problem("b", "1+3", "3"), Problem("b", "1+2", "4"), graded_by):
         assert digests([problems[0], other])["training problems"] != before["training problems"]
     assert digests(problems[::-1])["training problems"] != before["training problems"]
     assert digests(problems[::-1])["held-out problems"] == before["held-out problems"]

@@ -49,6 +49,22 @@ def test_another_number_of_prompts_does_not_compile_again(caplog: pytest.LogCapt
     assert [record.message for record in caplog.records if "XLA compilation" in record.message] == []
 
 
+def test_rewards_are_also_logged_by_dataset_if_there_are_several():
+    generations = tuple(_generation(TEXT[:4], 0) for _ in range(2))
+
+    def graded(source: str, *rewards: float) -> GradedGroup:
+        group = Group(Problem(source, "", "", source=source), TEXT[:1], generations)
+        return GradedGroup(group, np.array(rewards, np.float32), np.zeros(2, bool), None)
+
+    groups = [graded("hard", 0, 0.5), graded("easy", 1, 1), graded("hard", 0, 0)]
+    found = step_metrics(groups, 1, 2)
+    assert {name: value for name, value in found.items() if name.startswith("data/")} == {
+        "data/reward/easy": 1,
+        "data/reward/hard": 0.125,
+    }
+    assert not any(name.startswith("data/") for name in step_metrics(groups[1:2], 1, 2))
+
+
 @pytest.mark.parametrize(("period", "tokens"), [(1, 64), (3, 64), (16, 64), (17, 68), (1000, 4000), (500, 2300)])
 def test_a_loop_needs_its_minimum_length(period: int, tokens: int):
     assert ends_in_loop(loop(100, period, tokens)) and ends_in_loop(loop(0, period, tokens))

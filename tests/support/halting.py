@@ -129,6 +129,16 @@ def _before_commit(step: int) -> None:
     sys.addaudithook(hook)
 
 
+def _before_deletion(step: int) -> None:
+    """Halts after a checkpoint was saved, before that of another step is deleted."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "shutil.rmtree" and Path(os.fsdecode(arguments[0])).parts[-2:] == ("checkpoints", str(step)):
+            _halt()
+
+    sys.addaudithook(hook)
+
+
 def _after_problems(count: int) -> None:
     """Halts an evaluation that has written the generations of this number of problems."""
     from poly_epo_jax.evaluate import draw
@@ -148,5 +158,6 @@ POINTS: dict[str, Callable[[int], None]] = {
     "push": _before_push,
     "update": _in_update,
     "commit": _before_commit,
+    "deletion": _before_deletion,
     "problems": _after_problems,
 }

@@ -18,7 +18,7 @@ from poly_epo_jax.tasks import TASKS, MathTask
 from poly_epo_jax.tasks.answer_rules import comparable
 from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed
 from poly_epo_jax.tasks.normalization import normalize_latex
-from poly_epo_jax.tasks.problems import Dropped, load_problems
+from poly_epo_jax.tasks.problems import Dropped, load_problems, source_weights
 from poly_epo_jax.tasks.verifier import Outcome, Verifier
 from poly_epo_jax.tasks.verify_worker import readings
 from poly_epo_jax.types import Problem, Task
@@ -322,3 +322,25 @@ def test_gold_answers_differ_from_other_gold_answers(shared: Path, verifier: Ver
         outcomes = list(executor.map(lambda pair: verifier.compare(*pair), pairs))
     equal = [pair for pair, outcome in zip(pairs, outcomes, strict=True) if outcome is not Outcome.WRONG]
     assert [pair for pair in equal if numbers[pair[0]] != numbers[pair[1]]] == []
+
+
+def test_sources_are_mixed_by_weight_without_their_common_problems(make: Callable[..., MathTask], tmp_path: Path):
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
+    for file, rows in zip(files, (ROWS[:3], ROWS[2:]), strict=True):
+        Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = MathTask(train=files, weights=[1.0, 3.5], num_workers=1)
+    task.close()
+    assert [(problem.id, problem.source) for problem in task.train_problems] == [
+        *(("first/1", "first"), ("first/2", "first"), ("first/3", "first")),
+        ("second/2", "second"),
+    ]
+    assert task.dropped["train"] == Dropped(duplicates=1)
+    assert source_weights(task) == {"first": 1.0, "second": 3.5}
+    for weights in ([1.0], [1.0, 2.0, 3.0]):
+        with pytest.raises(ValueError, match=r"task\.options\.weights"):
+            MathTask(train=files, weights=weights)
+    with pytest.raises(ValueError, match=r"names must differ"):
+        MathTask(train=[files[0]] * 2, weights=[1.0, 1.0])
+    task.source_weights = {"first": 1.0, "second": 0.0}
+    with pytest.raises(ValueError, match=r"positive number for each dataset .* first, second"):
+        source_weights(task)
