@@ -129,8 +129,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     open_sampler = SAMPLERS[config.rollouts.name].open
     sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
     limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
-    timeouts = config.rollouts.turn_timeout_seconds, config.rollouts.grading_timeout_seconds
-    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits, *timeouts)
+    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits, *config.rollouts.user_code_limits)
     hosts.run_on_first(lambda: warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems))
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(

@@ -126,8 +126,9 @@ class EnvironmentFailure:
 
     Attributes:
       kind: One word, under which the failure is counted in the metrics: "failed" for `EpisodeFailure`, "raised" for
-        other exceptions, and "late" for a method that exceeded `rollouts.turn_timeout_seconds` or
-        `rollouts.grading_timeout_seconds`.
+        other exceptions, "late" for calls that exceed `rollouts.episode_timeout_seconds` or
+        `rollouts.grading_timeout_seconds`, "long" for a reply with more than `max_reply_tokens` tokens, and "lost" for
+        a call that ended its worker process, for example because of its memory limit.
       reason: One sentence that describes the failure.
     """
 
@@ -384,8 +385,9 @@ class HasRewards(Task, Protocol):
 class Episode(Protocol):
     """An environment with state, which replies to one generation of a problem. Its methods are awaited in turn.
 
-    All episodes of a run share an event loop, which is not the loop of the trainer. Computations of more than a few
-    milliseconds should therefore run in a thread or in another process.
+    With `rollouts.environment_workers=0`, all episodes of a run share an event loop, which is not the loop of the
+    trainer, so computations of more than a few milliseconds should run in a thread. Otherwise, each episode runs in one
+    of several processes, which run one call at a time and have separate copies of the task.
     """
 
     async def reply(self, generation: Generation) -> str | None:
@@ -432,6 +434,20 @@ class Interactive(Task, Protocol):
           EpisodeFailure: If the environment failed.
         """
         ...
+
+
+@runtime_checkable
+class LimitsReplies(Task, Protocol):
+    """An interactive task that shortens its replies to a maximum length. Longer replies are its failures.
+
+    Without this limit, a reply that does not fit ends the episode with reward 0, because the policy may have caused it.
+
+    Attributes:
+      max_reply_tokens: Maximum number of tokens between two turns of the policy, including those of the chat template.
+        If None, replies are not limited.
+    """
+
+    max_reply_tokens: int | None
 
 
 @runtime_checkable

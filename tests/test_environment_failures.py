@@ -248,7 +248,7 @@ def test_retries_of_evaluations_are_not_counted_in_training():
     collect(rollouts, PROBLEMS, 1, Sampling(2))
     evaluated = asyncio.run(evaluate_held_out(rollouts, task, LetterJudge(), PROBLEMS, 8, Sampling(2)))
     assert rollouts.environments is not None
-    assert rollouts.environments.metrics() == {"environment/retries": 2}
+    assert rollouts.environments.metrics() == {"environment/retries": 2, "environment/no_room": 0}
     assert evaluated["eval/environment/retries"] == 16
 
 

@@ -147,8 +147,17 @@ class RolloutsSection(Section, name="rollouts"):
     grading_timeout_seconds: float = key(
         600.0, "timeout in seconds of an own reward on a response, and of an own judge on a prompt", SECONDS
     )
-    turn_timeout_seconds: float = key(
-        60.0, "timeout in seconds of each call of an environment, for tasks with episodes", SECONDS
+    episode_timeout_seconds: float = key(
+        120.0, "timeout in seconds of all calls of an environment in one episode, without waiting for others", SECONDS
+    )
+    environment_workers: int = key(
+        0,
+        "number of processes that run environments, one call at a time each (0 = an event loop of the trainer, for "
+        "environments that wait instead of computing)",
+        Range(0, 1024),
+    )
+    environment_memory_gb: float = key(
+        4.0, "memory limit in GiB of each of these processes, on Linux", Range(0.1, 10**6)
     )
     min_group: int = key(
         0,
@@ -178,6 +187,12 @@ class RolloutsSection(Section, name="rollouts"):
     wait_seconds: float = key(
         900.0, "maximum wait in seconds for a generation server that does not respond", Range(0, 10**6)
     )
+
+    @property
+    def user_code_limits(self) -> tuple[float, float, int, float]:
+        """Limits of environments, rewards and judges, in the order of the arguments of `Rollouts`."""
+        timeouts = self.episode_timeout_seconds, self.grading_timeout_seconds
+        return *timeouts, self.environment_workers, self.environment_memory_gb
 
 
 @dataclasses.dataclass(frozen=True)

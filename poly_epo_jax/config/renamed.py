@@ -13,6 +13,7 @@ RENAMED = {
     "mesh.devices": "mesh.num_devices",
     "optimizer.final_fraction": "optimizer.end_lr_fraction",
     "rollouts.shared": "rollouts.shared_servers",
+    "rollouts.turn_timeout_seconds": "rollouts.episode_timeout_seconds",
     "train.trainable": "train.trainable_pattern",
     "--compile-for": "--compile_for",
     "--judge": "--cluster",

@@ -214,9 +214,9 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     else:
         sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
     limits = (longest, config.model.stop_strings, policy.config.vocab_size)
-    timeouts = config.rollouts.turn_timeout_seconds, config.rollouts.grading_timeout_seconds
     warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)
-    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, *timeouts, omits_failed_requests=True)
+    limits = (*limits, *config.rollouts.user_code_limits)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, omits_failed_requests=True)
 
 
 def _names(text: str) -> list[str]:

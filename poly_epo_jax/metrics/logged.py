@@ -77,6 +77,11 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Number of held-out episodes that were repeated because the environment failed.",
             fallback=True,
         ),
+        "eval/environment/no_room": LoggedMetric(
+            "Held-out episodes without room",
+            "Number of held-out episodes that ended because a reply left no tokens or turns for the policy.",
+            fallback=True,
+        ),
         "eval/judge/retries": LoggedMetric(
             "Held-out judge retries",
             "Number of requests to the judge about held-out problems that were repeated. Its other counters are named "
@@ -327,8 +332,14 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         "environment/failed/*": LoggedMetric(
             "Failed responses by kind",
             "Number of the step's responses on which the environment or an own reward failed in this way.",
-            "`late`: increase `rollouts.turn_timeout_seconds`, or `rollouts.grading_timeout_seconds` for rewards. "
-            "`raised`: correct the environment or reward.",
+            "`late`: increase `rollouts.episode_timeout_seconds`, or `rollouts.grading_timeout_seconds` for rewards. "
+            "`raised`: correct the environment or reward. `long`: shorten replies to `max_reply_tokens`.",
+        ),
+        "environment/no_room": LoggedMetric(
+            "Episodes without room",
+            "Number of episodes that ended with reward 0 because a reply left no tokens or turns for the policy.",
+            "A tenth of the episodes: increase `sampling.max_tokens` or `sampling.max_turns`, or shorten the replies.",
+            fallback=True,
         ),
         "environment/retries": LoggedMetric(
             "Repeated episodes", "Number of episodes that were repeated because the environment failed.", fallback=True
@@ -460,7 +471,8 @@ its title for the rest of the name."""
 
 _COUNTERS = (
     *("grader/", "rollouts/"),
-    *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens", "environment/retries"),
+    *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens"),
+    *("environment/retries", "environment/no_room"),
 )
 """Prefixes of the metrics that tasks, samplers and judges report themselves."""
 _RESERVED = frozenset(name for name in LOGGED_METRICS if not name.startswith(_COUNTERS))

@@ -4,7 +4,6 @@ For chat messages, the text comes from the chat template: a dummy conversation i
 dummy's answer is taken. The turns of the policy are therefore never encoded again.
 """
 
-import itertools
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.policy import check_embedded
 from poly_epo_jax.rollouts.prompts import BREAK, break_control_tokens, render_chat
-from poly_epo_jax.rollouts.text_encoding import added_tokens, encode_continuation, encode_texts
+from poly_epo_jax.rollouts.text_encoding import (
+    added_tokens,
+    encode_continuation,
+    encode_texts,
+    replace_unencodable,
+    split_text,
+)
 from poly_epo_jax.types import Interactive, Problem, Task
 
 _QUESTION = {"role": "user", "content": "question"}
@@ -23,7 +28,12 @@ _ANSWER = "<think>\nreasons\n</think>\n\nthe answer of a dummy"
 
 
 def encode_between(
-    tokenizer: PreTrainedTokenizerBase, reply: str, chat: bool, stop_text: str, vocab_size: int
+    tokenizer: PreTrainedTokenizerBase,
+    reply: str,
+    chat: bool,
+    stop_text: str,
+    vocab_size: int,
+    max_tokens: int = sys.maxsize,
 ) -> Int[np.ndarray, " L"]:
     """Encodes the text between the policy's stop token and the first token of its next turn.
 
@@ -35,20 +45,37 @@ def encode_between(
       stop_text: Text of the stop token that ended the policy's turn. If the template ends the turn with the same token,
         the token is not repeated.
       vocab_size: Number of rows of the policy's embedding.
+      max_tokens: Number of tokens after which the rest of a long text is not encoded.
 
     Returns:
-      The tokens [L], int32.
+      The tokens [L], int32. If they are more than `max_tokens`, tokens at the end may be missing.
 
     Raises:
       ValueError: If the chat template raises an error or omits a message, if the tokenizer cannot encode a character,
         or if a token is not in the embedding.
     """
     text = _chat_text_between(tokenizer, reply).removeprefix(stop_text) if chat else reply
-    first, *others = text.split(BREAK) if chat else [text]
-    continued = itertools.chain(*(encode_continuation(tokenizer, other) for other in others))
-    ids = np.array([*encode_continuation(tokenizer, first, stop_text), *continued], np.int32)
+    parts = text.split(BREAK) if chat else [text]
+    pieces = [piece for part in parts for piece in split_text(tokenizer, part)]
+    tokens: list[int] = []
+    for place, piece in enumerate(pieces):
+        if len(tokens) <= max_tokens:
+            tokens += encode_continuation(tokenizer, piece, "" if place else stop_text)
+    ids = np.array(tokens, np.int32)
     check_embedded(tokenizer, ids, vocab_size)
     return ids
+
+
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase, reply: str, chat: bool, stop_text: str, vocab_size: int, max_tokens: int
+) -> tuple[str, int, Int[np.ndarray, " L"]]:
+    """Replaces the characters of a reply that cannot be encoded, and encodes the reply, see `encode_between`.
+
+    Returns:
+      A tuple of the text, the number of replaced characters and the tokens [L].
+    """
+    text, count = replace_unencodable(tokenizer, reply)
+    return text, count, encode_between(tokenizer, text, chat, stop_text, vocab_size, max_tokens)
 
 
 def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -1,29 +1,23 @@
-"""Runs the episodes of a task with time limits, in an event loop that is separate from the loop of the trainer."""
+"""Runs the episodes of a task with time limits, in an event loop of a separate thread or in worker processes."""
 
 import asyncio
-import contextlib
 import dataclasses
-import threading
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from poly_epo_jax.rollouts.episode_places import INTERRUPTED, EpisodeLoop, EpisodeWorker, pickled_task
+from poly_epo_jax.rollouts.grading import MAX_ABANDONED, EpisodeError
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
+from poly_epo_jax.system.daemon_thread import num_abandoned_threads
 from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.run_to_completion import run_to_completion
-from poly_epo_jax.system.user_code import user_line
-from poly_epo_jax.types import (
-    EnvironmentFailure,
-    EpisodeFailure,
-    Generation,
-    Interactive,
-    Metrics,
-    Outcome,
-    Problem,
-)
+from poly_epo_jax.types import EnvironmentFailure, Generation, Interactive, Metrics, Outcome, Problem
 
-CLEANUP_SECONDS = 5.0
+CLEANUP_SECONDS = 2.0
 """Maximum time in seconds to wait until an episode is closed that failed or was interrupted."""
 
 MAX_ATTEMPTS = 3
@@ -31,29 +25,41 @@ MAX_ATTEMPTS = 3
 
 
 class FailedEpisode(Exception):
-    """Raised with kind and reason when a method of an environment raises an exception or exceeds its time limit."""
+    """Raised with kind and reason when an environment fails, see `EnvironmentFailure`."""
 
 
 @dataclasses.dataclass
 class Environments:
     """Starts the episodes of a task.
 
-    All methods of episodes run in the event loop of a daemon thread, so that an environment that blocks its loop cannot
-    block the trainer or its shutdown.
-
     Attributes:
       task: The task.
-      timeout_seconds: Maximum time in seconds of each call of `start`, `reply` and `close`.
+      timeout_seconds: Maximum time in seconds of all calls of an episode, without waiting for other episodes.
+      num_workers: Number of worker processes, each of which runs one call at a time. If 0, all calls run in the event
+        loop of a daemon thread, so that an environment that blocks its loop cannot block the trainer or its shutdown.
+      memory_gb: Memory limit of each worker, in GiB. It is only enforced on Linux.
     """
 
     task: Interactive
     timeout_seconds: float
-    _loop: asyncio.AbstractEventLoop | None = None
-    _retries: Counter[bool] = dataclasses.field(default_factory=Counter)  # by `EVALUATES`
+    num_workers: int = 0
+    memory_gb: float = 4.0
+
+    def __post_init__(self):
+        self._places: list[EpisodeLoop | EpisodeWorker] = []
+        self._pickled = pickled_task(self.task) if self.num_workers else ({}, b"")
+        self._numbers = itertools.count()
+        self._counts = {is_evaluation: Counter[str]() for is_evaluation in (False, True)}
+        self._close = weakref.finalize(self, _stop_all, self._places)
 
     def metrics(self) -> Metrics:
-        """Returns the number of repeated episodes since the last call."""
-        return {"environment/retries": float(self._retries.pop(EVALUATES.get(), 0))}
+        """Returns the numbers of repeated episodes and of episodes that lacked room since the last call."""
+        counts, self._counts[EVALUATES.get()] = self._counts[EVALUATES.get()], Counter()
+        return {f"environment/{name}": float(counts[name]) for name in ("retries", "no_room")}
+
+    def count(self, name: str, number: int) -> None:
+        """Adds a number of events to a metric of the training step or evaluation that the caller belongs to."""
+        self._counts[EVALUATES.get()][name] += number
 
     async def play(
         self,
@@ -64,19 +70,22 @@ class Environments:
     ) -> Generation | EnvironmentFailure:
         """Plays an episode after the policy's first turn. An episode that fails is repeated with the same seed.
 
+        An episode that another one interrupted, by blocking its loop or ending its worker, has not failed.
+
         Args:
           problem: The problem.
           seed: Seed of the episode.
           first: The first turn.
           take_turn: Function that appends a reply and the next turn of the policy to a generation. If they do not fit,
-            the result has the finish reason "length".
+            the result has the finish reason "length". Raises FailedEpisode if the reply is longer than the environment
+            has declared.
 
         Returns:
           The generation with its outcome, or the failure if all `MAX_ATTEMPTS` attempts have failed.
         """
-        failure = None
-        for attempt in range(MAX_ATTEMPTS):
-            self._retries[EVALUATES.get()] += attempt > 0
+        failure, num_failures = None, 0
+        while num_failures < MAX_ATTEMPTS:
+            self.count("retries", failure is not None)
             episode = RunningEpisode(self, problem)
             try:
                 await episode.start(seed)
@@ -89,6 +98,7 @@ class Environments:
                 outcome = await episode.close()
             except FailedEpisode as error:
                 failure = EnvironmentFailure(*error.args)
+                num_failures += failure.kind != INTERRUPTED
                 continue
             finally:
                 await episode.discard()
@@ -98,50 +108,34 @@ class Environments:
         assert failure is not None
         return failure
 
-    async def call(self, problem: Problem, method: str, function: Callable[[], Awaitable[Any]]) -> Any:
-        """Awaits a call of a method in the event loop of the environments.
-
-        Args:
-          problem: Problem of the episode.
-          method: Name of the method, for messages.
-          function: Calls the method.
+    def place(self) -> EpisodeLoop | EpisodeWorker:
+        """Returns the place with the fewest episodes. Places that have failed are replaced.
 
         Raises:
-          FailedEpisode: If the method raises an exception or exceeds the time limit.
+          EpisodeError: If `MAX_ABANDONED` calls have not returned, because threads cannot be stopped.
         """
-        name = f"{type(self.task).__name__}: {method}"
-        limit = asyncio.timeout(self.timeout_seconds)
-        try:
-            async with limit:
-                with pending_call(f"{name} of problem {problem.id!r}"):
-                    return await asyncio.wrap_future(self.submit(function))
-        except EpisodeFailure as error:
-            raise FailedEpisode("failed", f"{name} of problem {problem.id!r} failed: {error}") from error
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise FailedEpisode("raised", f"{name} of problem {problem.id!r} raised CancelledError") from None
-        except Exception as error:
-            if limit.expired():
-                late = f"did not return within rollouts.turn_timeout_seconds={self.timeout_seconds:g}"
-                raise FailedEpisode("late", f"{name} of problem {problem.id!r} {late}") from None
-            raised = f"raised {type(error).__name__}{user_line(error)}: {error}"
-            raise FailedEpisode("raised", f"{name} of problem {problem.id!r} {raised}") from error
+        if (count := num_abandoned_threads()) >= MAX_ABANDONED:
+            raise EpisodeError(
+                f"{count} calls of environments or rewards have not returned, and cannot be stopped; set "
+                "rollouts.environment_workers."
+            )
+        self._places[:] = [place for place in self._places if place.is_alive]
+        if len(self._places) < max(1, self.num_workers):
+            memory_bytes = int(self.memory_gb * 2**30)
+            new = EpisodeWorker(self._pickled, memory_bytes) if self.num_workers else EpisodeLoop(self.task)
+            self._places.append(new)
+            return new
+        return min(self._places, key=lambda place: place.num_episodes)
 
-    def submit(self, function: Callable[[], Awaitable[Any]]) -> Any:
-        """Starts a call in the event loop of the environments, and returns its `concurrent.futures.Future`."""
+    def next_number(self) -> int:
+        """Returns a number that no other episode has."""
+        return next(self._numbers)
 
-        async def call() -> Any:
-            try:
-                return await function()
-            except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # would end the loop, or be lost
-                raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(call(), self._loop)
+def _stop_all(places: list[EpisodeLoop | EpisodeWorker]) -> None:
+    for place in places:
+        if isinstance(place, EpisodeWorker):
+            place.stop()
 
 
 class RunningEpisode:
@@ -153,42 +147,49 @@ class RunningEpisode:
     """
 
     def __init__(self, environments: Environments, problem: Problem):
-        self._environments, self._problem = environments, problem
-        self._episode: Any = None  # an object of a user's class
-        self._is_closed = False
+        self._environments, self._problem, self._number = environments, problem, environments.next_number()
+        self._place, self._class_name, self._seconds, self._is_closed = environments.place(), "", 0.0, False
+        self._place.num_episodes += 1
 
     async def start(self, seed: int) -> None:
         """Starts the episode with a seed."""
-
-        async def begin() -> None:
-            self._episode = self._environments.task.start(self._problem, seed)
-
-        await self._environments.call(self._problem, "start", begin)
+        self._class_name = await self._call("start", self._problem, seed)
 
     async def reply(self, generation: Generation) -> str | None:
         """Returns the reply to the last turn of a generation."""
-        method = f"reply to turn {len(generation.turns) // 2 + 1}"
-        reply = await self._environments.call(self._problem, method, lambda: self._episode.reply(generation))
-        return checked_reply(self._episode, self._problem, reply)
+        name = f"reply to turn {len(generation.turns) // 2 + 1}"
+        return checked_reply(self._class_name, self._problem, await self._call("reply", generation, name=name))
 
     async def close(self) -> Outcome:
         """Closes the episode, and returns its outcome."""
         self._is_closed = True
-        outcome = await self._environments.call(self._problem, "close", self._episode.close)
-        return checked_outcome(self._episode, self._problem, outcome)
+        return checked_outcome(self._class_name, self._problem, await self._call("close"))
 
     async def discard(self) -> None:
         """Closes the episode if it is not closed yet, without an outcome."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        self._place.num_episodes -= 1
+        if not self._is_closed and self._place.is_alive:
+            self._is_closed = True
+            # The call follows an interrupted `start` that may still be running.
+            closing = asyncio.create_task(self._place.call("close", (self._number, "close"), CLEANUP_SECONDS))
+            # Generation waits for this also if it is cancelled while episodes are being closed.
+            await run_to_completion(asyncio.wait([closing], timeout=CLEANUP_SECONDS))
+            closing.cancel()
 
-        async def end() -> None:
-            # An interrupted `start` may still be running when the episode is discarded. This call follows it.
-            with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt):
-                if self._episode is not None:
-                    await self._episode.close()
+    async def _call(self, method: str, *arguments: Any, name: str = "") -> Any:
+        """Calls a method of the episode within its remaining time.
 
-        ended = asyncio.wrap_future(self._environments.submit(end))
-        # Generation waits for this also if it is cancelled while episodes are being closed.
-        await run_to_completion(asyncio.wait([ended], timeout=CLEANUP_SECONDS))
+        Raises:
+          FailedEpisode: If the method raises an exception, or the episode exceeds its time limit or is lost.
+        """
+        limit, task = self._environments.timeout_seconds, self._environments.task
+        name = f"{type(task).__name__}: {name or method} of problem {self._problem.id!r}"
+        message = (self._number, method, *arguments)
+        with pending_call(name):
+            kind, value, seconds = await self._place.call(name, message, max(0.0, limit - self._seconds))
+        self._seconds += seconds
+        if not kind:
+            return value
+        if kind == "late":
+            value = f"did not return before the calls of its episode took rollouts.episode_timeout_seconds={limit:g}"
+        raise FailedEpisode(kind, f"{name} {value}")

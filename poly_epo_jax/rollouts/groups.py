@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from poly_epo_jax.model.stop_strings import text_before
 from poly_epo_jax.records.timeline import waiting
-from poly_epo_jax.rollouts.between_turns import encode_between
-from poly_epo_jax.rollouts.environments import Environments
+from poly_epo_jax.rollouts.between_turns import encode_reply
+from poly_epo_jax.rollouts.environments import Environments, FailedEpisode
 from poly_epo_jax.rollouts.prompts import encode_prompts
-from poly_epo_jax.rollouts.returned_values import checked_counts
-from poly_epo_jax.rollouts.text_encoding import replace_unencodable
+from poly_epo_jax.rollouts.returned_values import checked_counts, maximum_reply
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
+from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.http_client import RequestError
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.run_to_completion import cancel_all
@@ -64,8 +64,10 @@ class Rollouts:
         to the response.
       vocab_size: Number of rows of the policy's embedding. Token ids outside the range 0 to `vocab_size - 1` in
         prompts, replies and completions raise an error. The default exceeds the size of every vocabulary.
-      turn_timeout_seconds: Maximum time in seconds of each call of an environment.
+      episode_timeout_seconds: Maximum time in seconds of the calls of an episode, see `Environments`.
       grading_timeout_seconds: Maximum time in seconds of a user's reward or judge, see `grading.grade_groups`.
+      environment_workers: Number of processes that run environments, see `Environments`.
+      environment_memory_gb: Memory limit of each of these processes.
       omits_failed_requests: Whether a problem whose request the servers reject is omitted, like a problem whose
         environment failed, instead of raising an error.
     """
@@ -78,15 +80,19 @@ class Rollouts:
         max_prompt_tokens: int,
         stop_strings: Sequence[str] = (),
         vocab_size: int = np.iinfo(np.int32).max,
-        turn_timeout_seconds: float = 60.0,
+        episode_timeout_seconds: float = 120.0,
         grading_timeout_seconds: float = 600.0,
+        environment_workers: int = 0,
+        environment_memory_gb: float = 4.0,
         omits_failed_requests: bool = False,
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self.grading_timeout_seconds, self._omits_failed_requests = grading_timeout_seconds, omits_failed_requests
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
-        self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
+        limits = (episode_timeout_seconds, environment_workers, environment_memory_gb)
+        self.environments = Environments(task, *limits) if isinstance(task, Interactive) else None
+        self._max_reply_tokens = maximum_reply(task)
         self._conversations: set[asyncio.Task[Group]] = set()
         self._num_replaced = 0  # Number of characters of prompts and replies that the tokenizer cannot encode.
 
@@ -147,6 +153,7 @@ class Rollouts:
                         reason = f"{failure.reason}. The response is masked"
                         warn_repeatedly("environment", f"The environment failed repeatedly. {reason}.")
                     yield group
+                queue.warn_about_room()
             finally:
                 await cancel_all(running)
                 self._conversations.difference_update(running)
@@ -180,15 +187,19 @@ class Rollouts:
         self, environments: Environments, turns: Turns, index: int, first: Generation
     ) -> Generation | EnvironmentFailure:
         """Plays the episode of a generation after its first turn."""
+        lacks_room = False
 
         async def take_turn(before: Generation, reply: str) -> Generation:
-            before = self._append_reply(turns.problem, before, reply, turns.queue.sampling)
-            if before.finish_reason == "length":
+            nonlocal lacks_room
+            before = await self._append_reply(turns, before, reply)
+            if lacks_room := before.finish_reason == "length":
                 return before
             return self._append_completion(turns.problem, before, await turns.next(index, before))
 
         result = await environments.play(turns.problem, turns.episode_seed(index), first, take_turn)
-        turns.queue.end()
+        lacks_room = lacks_room and isinstance(result, Generation)
+        environments.count("no_room", lacks_room)
+        turns.queue.end(lacks_room)
         return result
 
     def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
@@ -240,18 +251,25 @@ class Rollouts:
         rest = text_before(self._token_text(int(token_ids[-1])), self._stop_strings)
         return str(self._tokenizer.decode(token_ids[:-1])) + rest
 
-    def _append_reply(self, problem: Problem, generation: Generation, reply: str, sampling: Sampling) -> Generation:
-        """Appends a reply. If it leaves no tokens or no turn for the policy, the response ends instead."""
-        reply, count = replace_unencodable(self._tokenizer, reply)
+    async def _append_reply(self, turns: Turns, before: Generation, reply: str) -> Generation:
+        """Appends a reply. If it leaves no tokens or no turn for the policy, the response ends instead.
+
+        Raises:
+          FailedEpisode: If the reply has more than `max_reply_tokens` tokens of the task.
+        """
+        problem, sampling, limit = turns.problem, turns.queue.sampling, self._max_reply_tokens
+        stop_text, room = self._token_text(int(before.token_ids[-1])), sampling.max_tokens - len(before.token_ids)
+        arguments = (self._tokenizer, reply, problem.chat, stop_text, self._vocab_size, max(room, limit or 0))
+        # In a thread, a long reply does not delay the trainer or its shutdown.
+        reply, count, ids = await in_daemon_thread(lambda: encode_reply(*arguments))
         self._num_replaced += count
-        stop_text = self._token_text(int(generation.token_ids[-1]))
-        ids = encode_between(self._tokenizer, reply, problem.chat, stop_text, self._vocab_size)
-        num_tokens, num_turns = len(generation.token_ids) + len(ids), len(generation.turns) // 2 + 1
-        if num_tokens >= sampling.max_tokens or num_turns >= sampling.max_turns:
-            return dataclasses.replace(generation, finish_reason="length")
+        if limit is not None and len(ids) > limit:
+            raise FailedEpisode("long", f"A reply of problem {problem.id!r} exceeds max_reply_tokens={limit}")
+        if len(ids) >= room or len(before.turns) // 2 + 1 >= sampling.max_turns:
+            return dataclasses.replace(before, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
-        versions = np.full(len(ids), generation.weight_versions[-1])
-        return _concatenate(generation, Generation(ids, logprobs, mask, (reply,), "stop", versions))
+        versions = np.full(len(ids), before.weight_versions[-1])
+        return _concatenate(before, Generation(ids, logprobs, mask, (reply,), "stop", versions))
 
 
 def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:

@@ -14,10 +14,10 @@ from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import is_reserved
 from poly_epo_jax.types import (
     Clustering,
-    Episode,
     Group,
     Judge,
     JudgeFailure,
+    LimitsReplies,
     Metrics,
     Outcome,
     PartialCredit,
@@ -29,11 +29,11 @@ from poly_epo_jax.types import (
 _INT32 = np.iinfo(np.int32)
 
 
-def checked_reply(episode: Episode, problem: Problem, reply: Any) -> str | None:
+def checked_reply(name: str, problem: Problem, reply: Any) -> str | None:
     """Validates and returns the reply of an episode.
 
     Args:
-      episode: Episode that replied.
+      name: Name of the class of the episode.
       problem: Problem of the episode.
       reply: The returned value.
 
@@ -42,17 +42,17 @@ def checked_reply(episode: Episode, problem: Problem, reply: Any) -> str | None:
     """
     if not isinstance(reply, str | None):
         raise ValueError(
-            f"{_name(episode)}.reply returned {_describe(reply)} for problem {problem.id!r}; return a string, or None "
+            f"{name}.reply returned {_describe(reply)} for problem {problem.id!r}; return a string, or None "
             "to end the episode."
         )
     return reply
 
 
-def checked_outcome(episode: Episode, problem: Problem, outcome: Any) -> Outcome:
+def checked_outcome(name: str, problem: Problem, outcome: Any) -> Outcome:
     """Validates and returns the outcome of an episode.
 
     Args:
-      episode: Episode that returned the outcome.
+      name: Name of the class of the episode.
       problem: Problem of the episode.
       outcome: The returned value.
 
@@ -60,7 +60,7 @@ def checked_outcome(episode: Episode, problem: Problem, outcome: Any) -> Outcome
       ValueError: If it is not an `Outcome`, or one of its fields is invalid.
     """
     if flaw := _flaw_of_outcome(outcome):
-        raise ValueError(f"{_name(episode)}.close returned an invalid outcome for problem {problem.id!r}: {flaw}.")
+        raise ValueError(f"{name}.close returned an invalid outcome for problem {problem.id!r}: {flaw}.")
     return outcome
 
 
@@ -157,6 +157,20 @@ def minimum_correct(task: Task) -> float:
             f"{_name(task)}.correct_from is {_describe(minimum)}, but must be a number from 0 to 1; correct it."
         )
     return float(number)
+
+
+def maximum_reply(task: Task) -> int | None:
+    """Returns the maximum number of tokens of a reply that an environment declares, or None.
+
+    Raises:
+      ValueError: If `max_reply_tokens` is neither a positive integer nor None.
+    """
+    limit = task.max_reply_tokens if isinstance(task, LimitsReplies) else None
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(
+            f"{_name(task)}.max_reply_tokens is {_describe(limit)}, but must be a positive integer or None; correct it."
+        )
+    return limit
 
 
 def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering | JudgeFailure | None:

@@ -10,11 +10,14 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from poly_epo_jax.system.pending_calls import pending_call
+from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.types import Completion, ConcurrentCalls, Generation, Problem, Request, Sampler, Sampling
 
 WINDOW_SECONDS = 0.02
-"""Maximum time for which a request waits for others, if the sampler accepts concurrent calls."""
+"""Maximum time in seconds for which a request waits for others, if the sampler accepts concurrent calls."""
+QUIET_SECONDS = 1.0
+"""Time in seconds without a new request after which other samplers do not wait for slower episodes."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,9 +49,9 @@ class Pending:
 class TurnQueue:
     """Samples the turns of generations in common calls of a sampler.
 
-    A call begins when all open generations wait, so that the calls do not depend on the time that environments take.
-    If the sampler accepts concurrent calls, a call also begins `WINDOW_SECONDS` after a request, so that no generation
-    waits for the turns of others. A completion depends only on its request, so calls have no effect on tokens.
+    A call begins when all open generations wait. It also begins `WINDOW_SECONDS` after a request if the sampler accepts
+    concurrent calls, and otherwise `QUIET_SECONDS` after the last request while no call is in progress, so that slow
+    episodes do not delay others. A completion depends only on its request, so calls have no effect on tokens.
 
     Args:
       sampler: The sampler.
@@ -58,6 +61,7 @@ class TurnQueue:
 
     def __init__(self, sampler: Sampler, sampling: Sampling, num_open: int):
         self.sampling, self._sampler, self._num_open = sampling, sampler, num_open
+        self._num_generations, self._num_without_room = num_open, 0
         self._waiting: list[Pending] = []
         self._num_waiting = 0  # Number of generations that wait.
         self._calls: set[asyncio.Task[None]] = set()
@@ -66,8 +70,8 @@ class TurnQueue:
 
     async def aclose(self) -> None:
         """Cancels the calls in progress, and waits until they have ended."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._waiting.clear()
+        self._stop_timer()
         await cancel_all(self._calls)
 
     def request(self, place: int, request: Request) -> Pending:
@@ -83,25 +87,51 @@ class TurnQueue:
         self._begin_if_due()
         return pending
 
-    def end(self) -> None:
-        """Counts a generation as complete."""
+    def end(self, lacks_room: bool) -> None:
+        """Counts a generation as complete.
+
+        Args:
+          lacks_room: Whether it ended because a reply left no tokens or turns for the policy.
+        """
         self._num_open -= 1
+        self._num_without_room += lacks_room
         self._begin_if_due()
+
+    def warn_about_room(self) -> None:
+        """Warns if a tenth of all generations ended because a reply left no tokens or turns for the policy."""
+        if 10 * self._num_without_room >= max(1, self._num_generations):
+            counts = f"{self._num_without_room} of {self._num_generations}"
+            keys = f"sampling.max_tokens={self.sampling.max_tokens} or sampling.max_turns={self.sampling.max_turns}"
+            warn_repeatedly(
+                "room",
+                f"{counts} episodes ended with reward 0 because a reply left no tokens or turns for the policy; "
+                f"increase {keys}, or shorten the replies.",
+            )
 
     def _begin_if_due(self) -> None:
         if self._waiting and self._num_waiting == self._num_open:
             self._begin()
-        elif self._waiting and self._timer is None and self._is_concurrent:
-            self._timer = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._begin)
+        elif self._waiting and self._is_concurrent:
+            self._timer = self._timer or asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._begin)
+        elif self._waiting and not self._calls:
+            self._stop_timer()
+            self._timer = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._begin)
 
-    def _begin(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _begin(self) -> None:
+        self._stop_timer()
         waiting, self._waiting, self._num_waiting = sorted(self._waiting, key=lambda one: one.place), [], 0
         call = asyncio.create_task(self._call(waiting))
         self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        call.add_done_callback(self._end_call)
+
+    def _end_call(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        self._begin_if_due()
 
     async def _call(self, waiting: Sequence[Pending]) -> None:
         requests = [one.request for one in waiting]

@@ -36,8 +36,13 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        thread.name = _ABANDONED
+        abandon(thread)
         raise
+
+
+def abandon(thread: threading.Thread) -> None:
+    """Marks a thread as one that its caller no longer waits for."""
+    thread.name = _ABANDONED
 
 
 async def in_background_loop(work: Awaitable[T]) -> T:

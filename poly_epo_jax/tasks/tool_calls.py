@@ -99,8 +99,8 @@ def answer_tool_calls(turn: str, tools: Mapping[str, Callable[..., str]]) -> Too
       turn: Text of a turn.
       tools: Functions by name. They receive the arguments as keywords, and raise ValueError for arguments that they
         reject. The message is part of the reply. Because the types of arguments are not checked, exceptions that
-        values of a wrong type or size cause (TypeError, AttributeError, ArithmeticError) are answered in the same way.
-        Other exceptions are not caught.
+        values of a wrong type or size cause (TypeError, AttributeError, ArithmeticError, MemoryError) are answered in
+        the same way. Other exceptions are not caught.
 
     Returns:
       The reply. If the turn cannot be parsed, no tool is called and the reply contains the error.
@@ -127,7 +127,7 @@ def _run(call: ToolCall, tools: Mapping[str, Callable[..., str]]) -> str:
     try:
         inspect.signature(tool).bind(**call.arguments)
         return tool(**call.arguments)
-    except (TypeError, AttributeError, ArithmeticError) as error:
+    except (TypeError, AttributeError, ArithmeticError, MemoryError) as error:
         raise ValueError(f"wrong arguments for {call.name}: {error}.") from error
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib
 import json
 import os
 import runpy
@@ -11,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from extending import files_on
+from fakes import PATIENCE
 from responses import response
 from transformers import AutoTokenizer
 
 from poly_epo_jax.rollouts.between_turns import encode_between
+from poly_epo_jax.rollouts.environments import Environments
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.types import Interactive, Outcome
+from poly_epo_jax.types import Generation, Interactive, Outcome
 
 (NAME, TEXT), *OTHERS = files_on("how_to/tools.md").items()
 
@@ -64,6 +67,25 @@ def test_episodes(calculator: dict[str, Any]):
     assert [reply and "Error" in reply for reply in replies] == [True, True, False, None]
     assert outcome == Outcome(0.0, ("2",))
     assert play(task, call("1"))[1].reward == 0
+
+
+def test_episodes_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / NAME).write_text(TEXT)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = importlib.import_module(NAME.removesuffix(".py")).CalculatorTask(10)
+    problem = task.train_problems[0]
+    environments = Environments(task, PATIENCE, num_workers=1)
+
+    async def take_turn(before: Generation, reply: str) -> Generation:
+        return dataclasses.replace(before, turns=(*before.turns, reply, f"It is {problem.answer}."))
+
+    first = dataclasses.replace(response(""), turns=(call(problem.id),))
+    try:
+        played = asyncio.run(environments.play(problem, 0, first, take_turn))
+    finally:
+        TASKS.pop("calculator", None)
+    assert isinstance(played, Generation) and played.outcome == Outcome(1.0, (problem.id,))
+    assert played.turns[1] == f"<tool_response>\n{problem.answer}\n</tool_response>"
 
 
 def test_the_calculator_against_python(calculator: dict[str, Any]):

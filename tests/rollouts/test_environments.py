@@ -1,17 +1,18 @@
 """Tests environments that raise, hang, or return invalid values: counted, never rewarded, and closed once."""
 
 import asyncio
-import contextlib
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from episodes import MAX_TOKENS, PROBLEMS, ByHash, N, Sums, SumTask, graded, play
 from fakes import PATIENCE, collect, unchecked
-from simulated_time import SimulatedTime
 
-from poly_epo_jax.rollouts import environments
+from poly_epo_jax.rollouts import environments, episode_places
 from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
+from poly_epo_jax.rollouts.episode_places import EpisodeLoop
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
@@ -91,24 +92,40 @@ def long_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "CLEANUP_SECONDS", PATIENCE)
 
 
+class Clock:
+    """Replaces the clock of event loops, so that time passes only in the code of a test.
+
+    Attributes:
+      now: Time in seconds. A step of less than `BLOCKED_SECONDS` is counted for all calls that have not returned.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr(episode_places, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
-    return SimulatedTime(monkeypatch, environments)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 @pytest.mark.parametrize("method", ["reply", "close"])
-def test_an_environment_that_hangs_exceeds_its_deadline(time: SimulatedTime, method: str):
+def test_an_environment_that_hangs_exceeds_its_deadline(clock: Clock, method: str):
+    cancelled = []
+
     async def answer_late() -> str:
-        time.expire()
-        with contextlib.suppress(asyncio.CancelledError):
+        clock.now += 0.1
+        try:
             await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(method)
         return "?1"  # An answer after the deadline.
 
     task = Faulty(method, answer_late)
-    a, b, c = play(task, timeout=0.2)
+    a, b, c = play(task, timeout=0.05)
     assert {failure.kind for failure in b.failures.values()} == {"late"}
-    assert "rollouts.turn_timeout_seconds=0.2" in b.failures[0].reason
-    assert time.expired == [0.2] * N * MAX_ATTEMPTS
+    assert "rollouts.episode_timeout_seconds=0.05" in b.failures[0].reason
+    assert len(cancelled) == N * MAX_ATTEMPTS
     assert not a.failures and not c.failures
 
 
@@ -119,17 +136,62 @@ def test_calls_of_environments_are_pending_calls(monkeypatch: pytest.MonkeyPatch
     assert "Faulty: reply to turn 1 of problem 'b'" in seen[0] and not pending_calls()[0]
 
 
-def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: SimulatedTime):
-    trainer_continued = []
+def test_an_environment_that_blocks_its_loop_is_named_and_others_are_repeated(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    released, blocks, warnings = threading.Event(), iter([True]), list[str]()
+    monkeypatch.setattr(episode_places, "warn_repeatedly", lambda kind, text: warnings.append(text))
 
-    def block() -> None:
-        trainer_continued.append(time.expire().wait(PATIENCE))
+    class Blocking(SumTask):
+        def start(self, problem: Problem, seed: int) -> Any:
+            class Episode(Sums):
+                async def reply(self, generation: Generation) -> str | None:
+                    if next(blocks, False):
+                        clock.now += 1000
+                        released.wait(PATIENCE)
+                    return await super().reply(generation)
 
-    task = Faulty("reply", block, times=1)
-    groups = play(task)
-    assert trainer_continued == [True] * N
-    assert sorted(task.starts.values()) == [1] * 2 * N + [2] * N
-    assert not any(group.failures for group in groups)
+            return Episode(self, seed)
+
+    try:
+        groups = play(Blocking())
+    finally:
+        released.set()
+    for group, expected in zip(groups, play(SumTask()), strict=True):
+        assert [y.token_ids.tolist() for y in group.generations] == [y.token_ids.tolist() for y in expected.generations]
+    assert len(warnings) == 1 and "Blocking: reply to turn" in warnings[0]
+    assert "rollouts.environment_workers" in warnings[0]
+
+
+def test_time_during_which_another_call_blocks_the_loop_is_not_counted(clock: Clock):
+    is_waiting, may_end = threading.Event(), asyncio.Event()
+
+    class Waiting(Sums):
+        async def reply(self, generation: Generation) -> str | None:
+            is_waiting.set()
+            await may_end.wait()
+            return "waited"
+
+        async def close(self) -> Outcome:
+            clock.now += 50
+            may_end.set()
+            return Outcome(0.0)
+
+    class WaitingTask(SumTask):
+        def start(self, problem: Problem, seed: int) -> Any:
+            return Waiting(self, seed)
+
+    async def main() -> None:
+        loop = EpisodeLoop(WaitingTask())
+        for number in range(2):
+            await loop.call("start", (number, "start", PROBLEMS[0], 0), 1.0)
+        waiting = asyncio.create_task(loop.call("reply", (0, "reply", None), 1.0))
+        await asyncio.to_thread(is_waiting.wait)
+        assert (await loop.call("close", (1, "close"), PATIENCE)).kind == ""
+        kind, value, seconds = await waiting
+        assert (kind, value) == ("", "waited") and seconds <= 2 * episode_places.BEAT_SECONDS
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("method", ["start", "reply", "close"])
@@ -142,8 +204,8 @@ def test_a_repeated_episode_has_the_same_bytes(method: str):
         for y, other in zip(group.generations, expected.generations, strict=True):
             assert y.token_ids.tobytes() == other.token_ids.tobytes() and y.outcome == other.outcome
     assert rollouts.environments is not None
-    assert rollouts.environments.metrics() == {"environment/retries": N}
-    assert rollouts.environments.metrics() == {"environment/retries": 0}
+    assert rollouts.environments.metrics() == {"environment/retries": N, "environment/no_room": 0}
+    assert rollouts.environments.metrics() == {"environment/retries": 0, "environment/no_room": 0}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from episodes import ALPHABET, PROBLEMS, ByHash, Concurrent, N, Sums, SumTask, graded, play, spoken
-from fakes import PATIENCE, ByLetter, until
+from fakes import PATIENCE, ByLetter, collect, until
 
-from poly_epo_jax.rollouts import environments
+from poly_epo_jax.rollouts import environments, turn_queue
 from poly_epo_jax.rollouts.groups import Rollouts, generation_seeds
-from poly_epo_jax.types import Interactive, Outcome, Problem, Request, Rewarded, Sampling
+from poly_epo_jax.types import Generation, Group, Interactive, Outcome, Problem, Request, Rewarded, Sampling
 
 
 def replayed(problem: Problem, seed: int) -> tuple[list[int], list[float], list[bool], float]:
@@ -118,6 +118,86 @@ def test_unfinished_episodes_have_reward_0_and_are_trained_on(limit: dict[str, A
                 "max_tokens", 99
             )
     assert reasons == {"stop", "length"}
+
+
+class Wordy(SumTask):
+    """Declares a maximum length of replies that replies of two digits exceed."""
+
+    max_reply_tokens: int | None = 2
+
+
+def test_replies_longer_than_declared_are_failures_of_the_environment():
+    for group, whole in zip(play(Wordy(), max_tokens=500), play(SumTask(), max_tokens=500), strict=True):
+        long = [index for index, y in enumerate(whole.generations) if any(len(reply) > 2 for reply in y.turns[1::2])]
+        assert long and sorted(group.failures) == long
+        for failure in group.failures.values():
+            assert failure.kind == "long" and "max_reply_tokens=2" in failure.reason
+
+
+@pytest.mark.parametrize("limit", [0, True, "2"])
+def test_an_invalid_maximum_length_of_replies_is_refused(limit: Any):
+    task = Wordy()
+    task.max_reply_tokens = limit
+    with pytest.raises(ValueError, match=r"Wordy\.max_reply_tokens is .*positive integer"):
+        play(task)
+
+
+@pytest.mark.parametrize(("limit", "is_reported"), [({"max_turns": 2}, True), ({"max_tokens": 500}, False)])
+def test_episodes_without_room_are_counted_and_reported(
+    limit: dict[str, int], is_reported: bool, monkeypatch: pytest.MonkeyPatch
+):
+    warnings, sampler = list[str](), ByHash()
+    monkeypatch.setattr(turn_queue, "warn_repeatedly", lambda kind, text: warnings.append(text))
+    rollouts = Rollouts(sampler, sampler.tokenizer, Sure(), 8)
+    groups = collect(rollouts, PROBLEMS, N, Sampling(**{"max_tokens": 500} | limit))
+    count = sum(y.finish_reason == "length" for group in groups for y in group.generations)
+    assert rollouts.environments is not None and (count > 0) == is_reported
+    assert rollouts.environments.metrics()["environment/no_room"] == count
+    assert len(warnings) == is_reported
+    assert all(f"{count} of 24" in text and "sampling.max_turns=2" in text for text in warnings)
+
+
+def test_slow_episodes_do_not_delay_others_of_a_serial_sampler(monkeypatch: pytest.MonkeyPatch):
+    """The episodes of two problems end while those of the third wait. Tokens are the same as without waiting."""
+    monkeypatch.setattr(turn_queue, "QUIET_SECONDS", 0.0)
+
+    async def main() -> list[Group]:
+        is_read, seen, loop = asyncio.Event(), [], asyncio.get_running_loop()
+
+        class Slow(SumTask):
+            def start(self, problem: Problem, seed: int) -> Any:
+                class Episode(Sums):
+                    async def reply(self, generation: Generation) -> str | None:
+                        if problem.id == "c":
+                            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(is_read.wait(), loop))
+                        return await super().reply(generation)
+
+                return Episode(self, seed)
+
+        class Serial(ByHash):
+            is_busy = False
+
+            async def sample(self, requests: Sequence[Request], sampling: Sampling):
+                assert not self.is_busy
+                self.is_busy = True
+                async for completion in super().sample(requests, sampling):
+                    await asyncio.sleep(0)
+                    yield completion
+                self.is_busy = False
+
+        sampler = Serial()
+        async for group in Rollouts(sampler, sampler.tokenizer, Slow(), 8).generate(PROBLEMS, N, Sampling(500)):
+            seen.append(group)
+            if len(seen) == 2:
+                is_read.set()
+        return seen
+
+    groups = asyncio.run(main())
+    assert groups[2].problem.id == "c"
+    expected = {group.problem.id: group for group in play(SumTask(), max_tokens=500)}
+    for group in groups:
+        for y, other in zip(group.generations, expected[group.problem.id].generations, strict=True):
+            assert y.token_ids.tolist() == other.token_ids.tolist() and y.logprobs.tolist() == other.logprobs.tolist()
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "sampler fails"])

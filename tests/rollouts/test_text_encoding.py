@@ -1,17 +1,23 @@
 """Compares texts that are encoded in pieces with the same texts as a whole, and replaces unencodable characters."""
 
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import numpy as np
 import pytest
-from fakes import Scripted, Talking, collect
+from fakes import PATIENCE, Scripted, Talking, collect
 from metaspace import BLANK, LINES, MISTRAL, metaspace
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from poly_epo_jax.rollouts import between_turns
+from poly_epo_jax.rollouts import between_turns, text_encoding
 from poly_epo_jax.rollouts.between_turns import encode_between, warn_about_turns
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
-from poly_epo_jax.rollouts.text_encoding import encode_texts
+from poly_epo_jax.rollouts.text_encoding import encode_continuation, encode_texts, split_text
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.types import Completion, Generation, Problem, Sampling
 
@@ -155,3 +161,105 @@ def test_prompts_outside_of_the_alphabet_are_named():
     tokenizer = build_character_tokenizer("abc")
     with pytest.raises(ValueError, match=r"cannot encode 'x', 'é'; add these characters to the task's alphabet"):
         encode_prompts(tokenizer, [Problem("p", "abc", ""), Problem("q", "xéa", "")], LARGE)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Returns a byte-level tokenizer with the pattern of Qwen3, whose merges contain blanks, digits and line breaks."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    tokenizer = Tokenizer(models.BPE())
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )  # pyright: ignore[reportCallIssue]
+    tokenizer.train_from_iterator(list(random_texts(0, 200)), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<s>")
+
+
+def random_texts(seed: int, count: int) -> Iterator[str]:
+    """Yields texts of words, numbers, blanks, line breaks, punctuation, accents and names of control tokens."""
+    rng = np.random.default_rng(seed)
+    parts = [
+        "no",
+        "hi",
+        "ab",
+        "don't",
+        "x1",
+        "1",
+        "2024",
+        "0s",
+        ".s",
+        " ",
+        " ",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        ".",
+        "é",
+        "e\u0301",
+    ]
+    parts += ["<s>", "</s>", "日本", "\N{GRINNING FACE}"]
+    for _ in range(count):
+        yield "".join(rng.choice(parts, rng.integers(1, 40)))
+
+
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+    scheme: partial(metaspace, scheme) for scheme in SCHEMES
+}
+TOKENIZERS["bytes"] = byte_level
+TOKENIZERS["characters"] = lambda: build_character_tokenizer("".join(sorted(set("".join(random_texts(1, 100))))))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_tokens_of_pieces_are_those_of_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text_encoding, "PIECE_CHARACTERS", 3)
+    tokenizer, num_pieces = TOKENIZERS[name](), 0
+    for text in random_texts(1, 100):
+        pieces = split_text(tokenizer, text)
+        ids = [encode_continuation(tokenizer, piece) for piece in pieces]
+        assert "".join(pieces) == text and [*itertools.chain(*ids)] == encode_continuation(tokenizer, text), pieces
+        num_pieces += len(pieces)
+    assert num_pieces > 120
+
+
+def test_texts_are_not_split_where_tokens_cross_blanks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text_encoding, "PIECE_CHARACTERS", 3)
+    crossing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, " ": 1, "a ": 2}, [("a", " ")])))
+    assert split_text(crossing, "aaa a a a a") == ["aaa a a a a"]
+
+
+def test_the_rest_of_a_reply_without_room_is_not_encoded():
+    tokenizer = metaspace("first")
+    ids = encode_between(tokenizer, "hi no " * 40_000, False, "</s>", LARGE, max_tokens=10)
+    assert 10 < len(ids) < 10_000
+
+
+def test_a_shutdown_does_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch):
+    begun, released = threading.Event(), threading.Event()
+
+    def encode(*_: object) -> np.ndarray:
+        begun.set()
+        released.wait(PATIENCE)
+        return np.zeros(1, np.int32)
+
+    async def main() -> None:
+        monkeypatch.setattr(between_turns, "encode_between", encode)
+        sampler = Scripted(lambda *_: "ab", LETTERS)
+        rollouts = Rollouts(sampler, sampler.tokenizer, Echo("no"), max_prompt_tokens=20)
+        reading = asyncio.ensure_future(anext(rollouts.generate([Problem("p", "hi", "")], 1, Sampling(40))))
+        await asyncio.to_thread(begun.wait)
+        reading.cancel()
+        async with asyncio.timeout(PATIENCE):
+            await asyncio.wait([reading])
+        assert reading.cancelled() and not released.is_set()
+
+    try:
+        asyncio.run(main())
+    finally:
+        released.set()

@@ -7,13 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Talking, collect, until
+from fakes import PATIENCE, Talking, collect, until
 from test_groups import MAX_TOKENS, PROBLEMS, Recording, generate, ids, open_rollouts
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from poly_epo_jax.rollouts import turn_queue
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.types import Completion, Generation, Interactive, Problem, Request, Sampling
+
+
+@pytest.fixture(autouse=True)
+def wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_queue, "QUIET_SECONDS", PATIENCE)
 
 
 class Replying(Talking):

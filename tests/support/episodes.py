@@ -87,7 +87,7 @@ class SumTask:
 
 def play(task: Any, sampler: Scripted | None = None, **settings: Any) -> list[Group]:
     sampler = sampler or ByHash()
-    rollouts = Rollouts(sampler, sampler.tokenizer, task, 8, turn_timeout_seconds=settings.pop("timeout", 60.0))
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, 8, episode_timeout_seconds=settings.pop("timeout", 60.0))
     return collect(rollouts, PROBLEMS, N, Sampling(**{"max_tokens": MAX_TOKENS} | settings))
 
 
