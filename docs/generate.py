@@ -44,7 +44,7 @@ METRIC_GROUPS = {
     "eval/reward": "Evaluations during training: eval/",
     "reward": "Generations of a step: reward, solved, clusters/, episode/, response/",
     "policy/entropy": "Updates of a step: policy/, packing/, mismatch/",
-    "environment/failed_prompts": "Failures and retries: environment/, judge/, grader/, rollouts/",
+    "environment/failed_responses": "Failures and retries: environment/, judge/, grader/, rollouts/",
     "seconds/step": "Time and memory: seconds/, memory/",
 }
 """Headings of the logged metrics, by the first metric below each."""
@@ -88,8 +88,9 @@ def commands() -> str:
             ("command", "Python module", "purpose"),
             [(code(f"poly-epo {name}"), code(module), purpose) for name, (module, purpose) in COMMANDS.items()],
         ),
-        "Exit codes: 0 after success, 1 or 2 after an error, 130 after Ctrl-C, and 128 plus the number of another "
-        "signal that stopped the command. [Troubleshooting](../how_to/troubleshooting.md) lists error messages.",
+        "Exit codes: 0 after success, 1 or 2 after an error, 3 after an evaluation in which problems failed, 130 after "
+        "Ctrl-C, and 128 plus the number of another signal that stopped the command. "
+        "[Troubleshooting](../how_to/troubleshooting.md) lists error messages.",
     ]
     for name, (module, _) in COMMANDS.items():
         parts.append(f"## poly-epo {name}\n\n```text\n{help_of(module)}\n```")

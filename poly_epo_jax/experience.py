@@ -26,12 +26,14 @@ from poly_epo_jax.rollouts.grading import (
     check_failed_fraction,
     complete_groups,
     environment_failures,
+    left_out_groups,
     usable_groups,
 )
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import ProblemOrder
 from poly_epo_jax.rollouts.rounds import Rounds
-from poly_epo_jax.step.advantages import AdvantageFunction, batch_features, has_signal, make_estimator
+from poly_epo_jax.step.advantages import AdvantageFunction, has_signal, make_estimator
+from poly_epo_jax.step.partial_groups import group_advantages, min_group
 from poly_epo_jax.step.step_metrics import mean_length
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import (
@@ -52,12 +54,11 @@ class Batch:
     """The graded groups of one training step.
 
     Attributes:
-      graded: Graded groups, in data order, without those whose environment failed. With `train.refill`, they end with
-        the last group that is trained on. Later groups remain in the queue. With `train.staleness=0`, they are
-        discarded, and their problems are drawn again.
-      usable: Groups that may take part in the update, see `rollouts.grading.usable_groups`. Groups that are older than
-        `train.staleness` are left out.
-      advantages: Advantages [P, N] of the P usable groups.
+      graded: Graded groups, in data order. With `train.refill`, they end with the last group that is trained on. Later
+        groups remain in the queue. With `train.staleness=0`, they are discarded, and their problems are drawn again.
+      left_out: Groups that failures of the environment or reward leave out, see `rollouts.min_group`.
+      usable: Groups for the update, see `grading.usable_groups`, without those that are older than `train.staleness`.
+      advantages: Advantages [P, N] of the P usable groups, see `group_advantages`.
       is_trained: Which usable groups [P] take part in the update: all, or those with signal with `train.refill`.
       counts: Counters of task, judge and sampler since the previous batch, summed over all processes, and the numbers
         of drawn prompts.
@@ -68,6 +69,7 @@ class Batch:
     """
 
     graded: list[GradedGroup]
+    left_out: list[GradedGroup]
     usable: list[GradedGroup]
     advantages: Float[np.ndarray, "P N"]
     is_trained: Bool[np.ndarray, " P"]
@@ -88,8 +90,8 @@ class _Complete:
 
     Attributes:
       graded: The group.
-      usable: The group as it takes part in the update, or None if a failure of the environment or judge excludes it.
-      advantages: Advantages [N]. 0 if the group is not usable.
+      usable: The group as it takes part in the update, or None if it is left out or a failure of the judge excludes it.
+      advantages: Advantages [N], see `group_advantages`. 0 if the group is not usable.
     """
 
     graded: GradedGroup
@@ -128,7 +130,7 @@ class Experience:
     def __post_init__(self) -> None:
         self._train, self._judging = self.config.train, self.config.judge
         self._reads_judge = make_estimator(self.config.algo).reads_judge
-        own = (self.rollouts, self.task, self.judge, self.sampling, self._train.num_generations)
+        own = (self.rollouts, self.task, self.judge, self.sampling, self._train.num_generations, min_group(self.config))
         self._rounds = Rounds(*own, self.timeline, self.stop)
         self._complete: list[_Complete] = []
 
@@ -152,8 +154,7 @@ class Experience:
         Raises:
           JudgeError: If the judge failed on more than `judge.max_failed_fraction` of the batch's prompts, and its
             failures affect the update.
-          EpisodeError: If the environment failed on more than `rollouts.max_failed_fraction` of the batch's prompts, or
-            on all.
+          EpisodeError: If more than `rollouts.max_failed_fraction` of the batch's prompts, or all, are left out.
           Stopped: If a shutdown was requested.
         """
         counts, num_before = {}, len(self._complete)
@@ -228,7 +229,7 @@ class Experience:
                 self._start_round(step + 1, position, count, expected_in=step + later)
 
     def _check_failures(self, graded: Sequence[GradedGroup]) -> None:
-        """Raises an error if the environment failed on too many groups of a batch, or the judge, if it is used."""
+        """Raises an error if too many groups of a batch are left out, or the judge failed on too many and is used."""
         check_failed_environments(graded, self.config.rollouts.max_failed_fraction)
         if self._reads_judge or self._judging.on_failure == "drop_always":
             check_failed_fraction(complete_groups(graded), self._judging.max_failed_fraction)
@@ -248,8 +249,7 @@ class Experience:
         advantages = np.zeros((len(graded), self._train.num_generations), np.float32)
 
         async def compute() -> Float[np.ndarray, "P N"]:
-            groups = list(usable.values())
-            return self.advantages(step, [one.group.problem for one in groups], batch_features(groups))
+            return group_advantages(self.advantages, step, list(usable.values()), self._train.num_generations)
 
         if usable:
             advantages[list(usable)] = (await hosts.gather(compute()))[0]
@@ -278,8 +278,8 @@ class Experience:
             places = [place for place in range(end) if self._has_signal(self._complete[place], step)]
             end = places[wanted - 1] + 1 if len(places) >= wanted else end
         taken, self._complete = self._complete[:end], self._complete[end:]
-        graded = [one.graded for one in taken]
-        self._check_failures(graded)
+        drawn = [one.graded for one in taken]
+        self._check_failures(drawn)
         too_old = [one.graded for one in taken if self._is_too_old(one, step)]
         usable = {one.usable: one.advantages for one in taken if one.usable and not self._is_too_old(one, step)}
         advantages = np.array([*usable.values()], np.float32).reshape(-1, self._train.num_generations)
@@ -289,10 +289,12 @@ class Experience:
             numbers["data/too_old"] = len(too_old)
         if too_old:
             numbers["data/too_old_length"] = mean_length(too_old)
-        failures = Counter(failure.kind for failure in environment_failures(graded))
+        left_out = left_out_groups(drawn)
+        failures = Counter(failure.kind for failure in environment_failures(drawn))
         if isinstance(self.task, Interactive) or failures:
-            numbers["environment/failed_prompts"] = failures.total()
+            numbers |= {"environment/failed_responses": failures.total(), "environment/failed_prompts": len(left_out)}
         numbers |= {f"environment/failed/{kind}": count for kind, count in failures.items()}
         counts |= {name: float(number) for name, number in numbers.items()}
         is_trained = with_signal if self._train.refill else np.ones(len(usable), bool)
-        return Batch(complete_groups(graded), list(usable), advantages, is_trained, counts, position + end, ahead=0)
+        groups = complete_groups(drawn), left_out, list(usable)
+        return Batch(*groups, advantages, is_trained, counts, position + end, ahead=0)

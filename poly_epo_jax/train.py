@@ -254,7 +254,7 @@ class _Loop:
     async def _log(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Writes the metrics of a trained step and, if due, its generations."""
         due = self._is_due(self.config.log.generations_every, step)
-        rows = logged_generations(batch.graded, batch.usable, batch.advantages) if due else []
+        rows = logged_generations([*batch.graded, *batch.left_out], batch.usable, batch.advantages) if due else []
         await self._write(
             lambda tracker: tracker.log_generations(step, rows), lambda tracker: tracker.log(step, metrics)
         )

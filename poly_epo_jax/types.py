@@ -5,7 +5,7 @@ Advantages and updates are computed from arrays of these values.
 """
 
 import dataclasses
-from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -39,6 +39,7 @@ class Problem:
         part, the names of control tokens are encoded as plain text. In the remaining prompt, they are encoded as
         control tokens. (0, 0) marks no part.
       tools: Definitions of tools as JSON schemas, which the chat template inserts into the prompt. Requires `chat`.
+      columns: Further columns of the dataset, which reward functions receive by name.
       system: System message before `prompt`. Requires `chat`. `task.system_prompt` replaces it.
       source: Name of the dataset, see `Mixed`.
     """
@@ -50,6 +51,7 @@ class Problem:
     occurrence: int = dataclasses.field(default=0, compare=False)
     untrusted: tuple[int, int] = (0, 0)
     tools: Sequence[Mapping[str, Any]] = dataclasses.field(default=(), hash=False)
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
     system: str = ""
     source: str = dataclasses.field(default="", compare=False)
 
@@ -112,15 +114,15 @@ class Outcome:
 class EpisodeFailure(Exception):
     """Raised by an environment that failed for a reason other than the policy's turns.
 
-    The episode is repeated with the same seed. If it fails repeatedly, its group is counted as failed and not trained
-    on. Invalid or overlong turns of the policy are not failures of the environment: reply with an error message, or
-    end the episode with a low reward.
+    The episode is repeated with the same seed. If it fails repeatedly, the response is counted as failed, and is not
+    trained on. Invalid or overlong turns of the policy are not failures of the environment: reply with an error
+    message, or end the episode with a low reward.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentFailure:
-    """The reason why a group has no generations: an episode failed repeatedly, or the reward of a user failed.
+    """The reason why a response is masked: its episode failed repeatedly, or the reward of a user failed.
 
     Attributes:
       kind: One word, under which the failure is counted in the metrics: "failed" for `EpisodeFailure`, "raised" for
@@ -135,24 +137,31 @@ class EnvironmentFailure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """A prompt x and its N generations.
+    """A prompt x and its generations.
 
     Attributes:
       problem: The problem.
       prompt_ids: Token ids of the prompt.
-      generations: The N generations. Empty if `failure` is set.
-      failure: Failure of the environment. None if all generations are complete.
+      generations: The M of N generations on which neither the environment nor the reward failed, in the order of their
+        indices. Before grading, only the environment can have failed.
+      failures: The failures of the other generations, by index from 0 to N - 1.
     """
 
     problem: Problem
     prompt_ids: Int[np.ndarray, " L"]
     generations: tuple[Generation, ...]
-    failure: EnvironmentFailure | None = None
+    failures: Mapping[int, EnvironmentFailure] = dataclasses.field(default_factory=dict)
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices of `generations` among the N generations."""
+        num_generations = len(self.generations) + len(self.failures)
+        return [index for index in range(num_generations) if index not in self.failures]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clustering:
-    """The clusters of the N generations of a group.
+    """The clusters of the generations of a group.
 
     Attributes:
       ids: Cluster ids, `DEGENERATE_CLUSTER` for degenerate responses. Ids have a meaning only within their group. Use
@@ -185,15 +194,18 @@ class GradedGroup:
 
     Attributes:
       group: The group.
-      rewards: Rewards of the N generations in [0, 1].
+      rewards: Rewards of the M generations in [0, 1]. Empty if the group is left out, because M is too small.
       correct: Whether each generation counts as correct.
       clustering: The clustering, the failure of the judge, or None if the judge does not cluster.
+      parts: Parts of the rewards [N] by name, in [0, 1], and NaN where a part is None. Empty unless the task
+        `HasRewards`.
     """
 
     group: Group
-    rewards: Float[np.ndarray, " N"]
-    correct: Bool[np.ndarray, " N"]
+    rewards: Float[np.ndarray, " M"]
+    correct: Bool[np.ndarray, " M"]
     clustering: Clustering | JudgeFailure | None
+    parts: Mapping[str, Float[np.ndarray, " N"]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +312,9 @@ class Judge(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems of a task, which also is `Rewarded` or `Interactive`. Other protocols describe optional methods.
+    """Problems of a task, which also is `Rewarded`, `HasRewards` or `Interactive`.
+
+    Other protocols describe optional methods.
 
     Attributes:
       train_problems: Problems that are trained on.
@@ -330,6 +344,40 @@ class Rewarded(Task, Protocol):
     def reward(self, problem: Problem, generation: Generation) -> float:
         """Returns the reward r(x, y) in [0, 1]."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """A part of the reward of a task.
+
+    Attributes:
+      function: A reward function, which may be asynchronous, or an object that is called like one, see `HasRewards`.
+      weight: Weight of the part, at least 0. With weight 0, the part is logged only.
+      range: Minimum and maximum of the function's values, which are rescaled to [0, 1].
+      name: Name in metrics. If empty, the name of the function or of the object's class.
+    """
+
+    function: Callable[..., Any]
+    weight: int | float = 1
+    range: tuple[int | float, int | float] = (0, 1)
+    name: str = ""
+
+
+@runtime_checkable
+class HasRewards(Task, Protocol):
+    """A single-turn task whose reward is the weighted mean of several rewards. They replace the method `reward`.
+
+    A reward function has the interface of TRL's reward functions. It is called for each response with the keyword
+    arguments `prompts`, `completions` (texts, or lists of messages if the problem is a chat message), `completion_ids`,
+    `answer`, the columns of the problem, `problems` and `generations` (as in `Rewarded.reward`). Each argument is a
+    list of one value, and so is the result: a number, or None if the reward does not apply to the response. Functions
+    defined with `async def` are awaited concurrently, in an event loop that is not the loop of the trainer.
+
+    Attributes:
+      rewards: The functions or `Reward`s, or one of them.
+    """
+
+    rewards: "Sequence[Callable[..., Any] | Reward] | Callable[..., Any] | Reward"
 
 
 @runtime_checkable

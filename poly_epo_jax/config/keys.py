@@ -145,15 +145,20 @@ class RolloutsSection(Section, name="rollouts"):
         512, "maximum number of concurrent generations (with servers, per server or router worker)", Range(1, 10**6)
     )
     grading_timeout_seconds: float = key(
-        600.0, "timeout in seconds of an own reward on all responses of a prompt, and of an own judge", SECONDS
+        600.0, "timeout in seconds of an own reward on a response, and of an own judge on a prompt", SECONDS
     )
     turn_timeout_seconds: float = key(
         60.0, "timeout in seconds of each call of an environment, for tasks with episodes", SECONDS
     )
+    min_group: int = key(
+        0,
+        "minimum number of responses of a prompt that are trained on if the environment or an own reward fails on the "
+        "others; prompts with fewer are left out (0 = algo.set_size + 1 for set objectives, 2 for other methods)",
+        Range(0, 4096),
+    )
     max_failed_fraction: float = key(
         0.25,
-        "maximum fraction of a batch's prompts on which the environment may fail before training stops; these prompts "
-        "are left out of the update",
+        "maximum fraction of a batch's prompts that failures may leave out (see min_group) before training stops",
         FRACTION,
     )
     urls: str = key("", "comma-separated addresses of servers or routers, such as http://127.0.0.1:30000", URLS)

@@ -8,7 +8,8 @@
 A model is a run folder (its newest checkpoint), a Hugging Face folder or name, or the URL of an SGLang server (of a
 vLLM server with --config.rollouts.name=vllm). A benchmark is a key of benchmarks.BENCHMARKS, a synthetic task, or a
 file. The prefix `label=` sets the label of a model or benchmark in tables. The configuration defines the sampling
-parameters, the judge and the options of the synthetic task. Rerun the command to resume an interrupted evaluation.
+parameters, the judge and the options of the synthetic task. Rerun the command to resume an interrupted evaluation. If
+problems failed, the results omit them, the exit code is 3, and rerunning the command only generates these problems.
 """
 
 from poly_epo_jax.system.missing_packages import report_missing_packages
@@ -18,13 +19,11 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
@@ -42,55 +41,33 @@ from poly_epo_jax.evaluate.benchmarks import (
 )
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import RESULTS, open_folder
+from poly_epo_jax.evaluate.models import Model, open_model
 from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import JUDGES, NoJudge, judge_identity
 from poly_epo_jax.judges.capacity import warn_capacity
-from poly_epo_jax.metrics.evaluation import omitted_metrics, table_columns
+from poly_epo_jax.metrics.evaluation import omissions, table_columns
 from poly_epo_jax.metrics.intervals import interval_text
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
-from poly_epo_jax.model.policy import Policy, check_stop_ids, find_model, model_digest, open_policy
+from poly_epo_jax.model.policy import check_stop_ids
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
-from poly_epo_jax.records.run_folder import CHECKPOINTS
 from poly_epo_jax.registry import Range
-from poly_epo_jax.rollouts import model_info, open_server, open_weights
+from poly_epo_jax.rollouts import open_server, open_weights
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
-from poly_epo_jax.rollouts.grading import EpisodeError
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
 from poly_epo_jax.startup.prepare import check_writable, configure_compiler
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
-from poly_epo_jax.startup.trained_policy import open_trained_policy, run_digests
-from poly_epo_jax.system.http_client import ServerError, describe_error
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.output_folder import LOCK, check_output, claim_folder
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
-from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Params, Sampling
+from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Sampling
 
-
-@dataclasses.dataclass
-class Model:
-    """A model to evaluate, either on a server or with weights in this process.
-
-    Attributes:
-      policy: Model configuration, tokenizer and stop tokens.
-      weights: Description of the weights, for about.json: the path of a run with the step, the path that a server
-        reports with the version, or the Hugging Face folder or name.
-      digests: Digests that identify the content of the model, for about.json. "model_files" is the digest of its folder
-        (for a server, of its tokenizer's folder), and "weights" the digest of the checkpoint of a run.
-      url: URL of the server. Empty if `params` is given.
-      version: Name of the weights that the server reports.
-      params: Weights for the embedded sampler. None if the model is served at `url`.
-    """
-
-    policy: Policy
-    weights: str
-    digests: dict[str, str]
-    url: str = ""
-    version: str = ""
-    params: Params | None = None
+PROBLEMS_FAILED = 3
+"""Exit code of an evaluation in which problems failed. All other problems are evaluated."""
+MAX_PRINTED = 20  # maximum number of printed problems that failed
 
 
 def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
@@ -101,19 +78,20 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
       flags: Parsed command-line flags of this command.
 
     Raises:
-      ValueError, OSError: If a model or benchmark is not found, or a server fails. Completed problems are kept on disk.
+      SystemExit: If the environment, reward or server failed on some problems, with the code `PROBLEMS_FAILED`.
+      ValueError, OSError: If a model or benchmark is not found, or a server does not respond at the start.
     """
     _check_flags(config, flags)
     configure_compiler(config)
     mesh = make_mesh(**config.mesh)
     models = {}
     for name in flags.models:
-        label, model = _open_model(name, config, mesh)
+        label, model = open_model(name, config, mesh)
         models[label] = model
         if model.params is not None:
             cache = Path(config.compilation_cache_dir) / CHECKED
             verify_attention_kernel(config.model.attention, model.policy.config, mesh, cache)
-    num_generations, found = flags.num_generations, []
+    num_generations, found, failures = flags.num_generations, [], []
     sampling = Sampling(**config.sampling, seed=config.seed)
     judged = flags.cluster and JUDGES[config.judge.name].clusters
     for name in flags.benchmarks:
@@ -136,20 +114,30 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
-                    asyncio.run(_draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations))
+                    drawing = _draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations)
+                    failed = asyncio.run(drawing)
                 finally:
                     rollouts.sampler.close()
-                labels = {"benchmark": benchmark.label, "model": label}
-                results = labels | {key: about[key] for key in ("sampling", "digests")} | compute_results(folder)
-                write_json(folder / RESULTS, results)
-            found.append(results)
+                failures += [f"{folder}: {problem} failed: {reason}" for problem, reason in failed.items()]
+                if len(failed) < len(benchmark.problems):
+                    about = {key: about[key] for key in ("sampling", "digests")} | {"failed": failed}
+                    found.append({"benchmark": benchmark.label, "model": label} | about | compute_results(folder))
+                    write_json(folder / RESULTS, found[-1])
+    _print_results(found, num_generations, flags.output)
+    if failures:
+        print(*failures[:MAX_PRINTED], sep="\n", file=sys.stderr)
+        print(f"{len(failures)} problems failed. Rerun the command to generate only these problems.", file=sys.stderr)
+        sys.exit(PROBLEMS_FAILED)
+
+
+def _print_results(found: Sequence[dict[str, Any]], num_generations: int, output: Path) -> None:
     for benchmark in dict.fromkeys(one["benchmark"] for one in found):
         shown = [one for one in found if one["benchmark"] == benchmark]
         Console().print(_table(shown, num_generations))
-        if note := omitted_metrics({name for one in shown for name in one["metrics"]}):
+        if note := omissions(shown):
             print(note)
-    print(f"{INTERVALS}.")
-    print(f"Create a report: python -m poly_epo_jax.report {flags.output}")
+    if found:
+        print(f"{INTERVALS}.\nCreate a report: python -m poly_epo_jax.report {output}", flush=True)
 
 
 async def _draw_missing(
@@ -160,14 +148,14 @@ async def _draw_missing(
     judge: Judge,
     sampling: Sampling,
     num_generations: int,
-) -> None:
+) -> dict[str, str]:
     num_turns = sampling.max_turns if isinstance(benchmark.task, Interactive) else 1
     load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens, num_turns)
     await warn_capacity(judge, load)
     if model.params is not None:
         await rollouts.push_weights(model.params, 0)
     with progress_bar(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:
-        await draw_generations(folder, rollouts, benchmark, judge, num_generations, sampling, show)
+        return await draw_generations(folder, rollouts, benchmark, judge, num_generations, sampling, show)
 
 
 def _table(results: Sequence[dict[str, Any]], num_generations: int) -> Table:
@@ -216,36 +204,6 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
         check_judge_limit(config.judge, "--num_generations", flags.num_generations)
 
 
-def _open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
-    label, source = label_of(name), split_label(name)[1]
-    if source.startswith(("http://", "https://")):
-        url = source.rstrip("/")
-        try:
-            served = asyncio.run(model_info(url, config))
-        except httpx.HTTPError as error:
-            raise ServerError(
-                f"Failed to read the model of {url}: {describe_error(error)}. Start an SGLang or sglang-jax server, or "
-                "set --config.rollouts.name=vllm for a vLLM server."
-            ) from error
-        named = f"{url} names the tokenizer {served.tokenizer_path}"  # whose folder could contain anything
-        if not config.model.path:
-            raise ConfigError(f"{named}; set --config.model.path to a folder or Hub name with this tokenizer.")
-        if config.model.path != served.tokenizer_path:
-            print(f"Warning: {named}, but model.path={config.model.path} is used; check them.", file=sys.stderr)
-        policy = open_policy(find_model(config.model.path), config.model)
-        name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}
-        return label, Model(policy, name, digests, url, served.weight_version)
-    if not (Path(source) / CHECKPOINTS).is_dir():
-        policy = open_policy(find_model(source), config.model)
-        digests = {"model_files": model_digest(policy.path)}
-        return label, Model(policy, source, digests, params=policy.load_params(mesh))
-    policy, params, step = open_trained_policy(Path(source), config.model, mesh)
-    digests = run_digests(Path(source), step)
-    if "weights" not in digests:
-        raise FileNotFoundError(f"Checkpoint {step} of {source} was deleted while it was read; rerun the command.")
-    return label, Model(policy, f"{source} step {step}", digests, params=params)
-
-
 def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mesh) -> Rollouts:
     """Creates the sampler. The prompt length is not limited, so that all problems of a benchmark are evaluated."""
     policy = model.policy
@@ -258,7 +216,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     limits = (longest, config.model.stop_strings, policy.config.vocab_size)
     timeouts = config.rollouts.turn_timeout_seconds, config.rollouts.grading_timeout_seconds
     warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)
-    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, *timeouts)
+    return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, *timeouts, omits_failed_requests=True)
 
 
 def _names(text: str) -> list[str]:
@@ -297,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="output folder of the evaluation (default: runs/evaluation)",
     )
-    return run_command(parser, arguments, run_evaluation, EpisodeError, training=False)
+    return run_command(parser, arguments, run_evaluation, training=False)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def about_evaluation(
     Args:
       config: The configuration.
       benchmark: Benchmark, as in --benchmarks.
-      weights: Description of the weights, see `Model.weights` in evaluate/__main__.py.
+      weights: Description of the weights, see `models.Model.weights`.
       num_generations: Number of generations per problem.
       judged: Whether the generations are clustered. Ignored if the configured judge does not provide clusters.
       digests: Digests of the model (`Model.digests`), the benchmark (`Benchmark.digests`) and the judge

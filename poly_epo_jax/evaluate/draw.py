@@ -1,7 +1,7 @@
 """Generates, grades and clusters the responses of a model to a benchmark, and writes each problem when it completes."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,17 @@ from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, read
 from poly_epo_jax.judges.answer import final_answers, first_equal_index
 from poly_epo_jax.metrics.majority import NO_ANSWER
 from poly_epo_jax.records.run_folder import generation_rows
-from poly_epo_jax.rollouts.grading import EpisodeError, environment_failures, grade_groups
+from poly_epo_jax.rollouts.grading import (
+    CallFailure,
+    EpisodeError,
+    environment_failures,
+    grade_groups,
+    left_out_groups,
+    limited_call,
+)
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.system.json_files import Row, append_rows, keep_rows, sort_rows
 from poly_epo_jax.types import ComparesAnswers, GradedGroup, HasAnswers, Judge, Problem, Sampling, Task
 
@@ -26,11 +34,11 @@ async def draw_generations(
     num_generations: int,
     sampling: Sampling,
     show: Callable[[int], None],
-) -> None:
+) -> dict[str, str]:
     """Generates the missing responses of an evaluation. Problems that an earlier call completed are skipped.
 
-    An interrupted call can leave some rows of a problem in generations.jsonl. These rows are removed first, and the
-    problem is generated again.
+    A problem fails if its environment, reward or server fails on all responses. All other problems are completed. Rows
+    of problems that are incomplete or have failed responses are removed first, and the problems are generated again.
 
     Args:
       folder: Folder of the model on the benchmark, see `open_folder`.
@@ -41,43 +49,53 @@ async def draw_generations(
       sampling: Sampling parameters.
       show: Called with the number of completed problems.
 
+    Returns:
+      The reasons of the problems that failed, by id. generations.jsonl does not contain them.
+
     Raises:
-      EpisodeError: If the environment failed on a problem. All other problems are kept on disk.
       ValueError: If generations.jsonl is corrupted or contains generations of problems outside the benchmark, or if the
         task or the judge returns an invalid value.
     """
-    path, task, problems = folder / GENERATIONS, benchmark.task, benchmark.problems
-    positions = {problem.id: position for position, problem in enumerate(problems)}
-    counts = Counter(row["problem"] for row in read_generations(folder))
-    others = counts.keys() - positions.keys()
-    if others:
+    path, task = folder / GENERATIONS, benchmark.task
+    positions = {problem.id: position for position, problem in enumerate(benchmark.problems)}
+    complete = _complete_problems(folder, positions, num_generations)
+    show(len(complete))
+    missing = [problem for problem in benchmark.problems if problem.id not in complete]
+    failed, limit = dict[str, str](), rollouts.grading_timeout_seconds
+
+    async def write(graded: GradedGroup) -> None:
+        problem = graded.group.problem
+        rows = await limited_call(in_daemon_thread(lambda: _rows(graded, task)), task, "answer", problem, limit)
+        if isinstance(rows, CallFailure):
+            failed[problem.id] = rows.reason
+            return
+        append_rows(path, rows)
+        complete.add(problem.id)
+        show(len(complete))
+
+    if missing:
+        groups = rollouts.generate(missing, num_generations, sampling)
+        try:
+            graded = await grade_groups(groups, missing, task, judge, write, timeout_seconds=limit)
+            failed |= {one.group.problem.id: environment_failures([one])[0].reason for one in left_out_groups(graded)}
+        except (ServerError, EpisodeError) as error:  # no further problem can be evaluated
+            failed = {one.id: str(error) for one in missing if one.id not in complete} | failed
+    # Problems complete in arbitrary order. Sorting makes the file independent of this order.
+    sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
+    return failed
+
+
+def _complete_problems(folder: Path, known: Collection[str], num_generations: int) -> set[str]:
+    """Returns the problems that an earlier call completed, and removes the rows of other problems."""
+    counts = Counter(row["problem"] for row in read_generations(folder) if row["reward"] is not None)
+    if others := counts.keys() - set(known):
         raise ValueError(
             f"{folder} contains generations of {len(others)} problems that are not selected; select them too, or "
             "choose another --output."
         )
     complete = {problem for problem, count in counts.items() if count == num_generations}
-    keep_rows(path, EVALUATED_GENERATION, lambda row: row["problem"] in complete)
-    show(len(complete))
-    missing = [problem for problem in problems if problem.id not in complete]
-
-    async def write(graded: GradedGroup) -> None:
-        append_rows(path, await in_daemon_thread(lambda: _rows(graded, task)))
-        complete.add(graded.group.problem.id)
-        show(len(complete))
-
-    failures = []
-    if missing:
-        groups = rollouts.generate(missing, num_generations, sampling)
-        limit = rollouts.grading_timeout_seconds
-        graded = await grade_groups(groups, missing, task, judge, write, timeout_seconds=limit)
-        failures = environment_failures(graded)
-    # Problems complete in arbitrary order. Sorting makes the file independent of this order.
-    sort_rows(path, EVALUATED_GENERATION, lambda row: (positions[row["problem"]], row["generation"]))
-    if failures:
-        raise EpisodeError(
-            f"The environment or reward failed on {len(failures)} of {len(problems)} problems, for example: "
-            f"{failures[0].reason}. Rerun the command to evaluate these problems."
-        )
+    keep_rows(folder / GENERATIONS, EVALUATED_GENERATION, lambda row: row["problem"] in complete)
+    return complete
 
 
 def _rows(graded: GradedGroup, task: Task) -> list[Row]:
@@ -87,7 +105,6 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
     ids = _answer_ids(task, problem, answers, graded.correct)
     own_columns = [
         {
-            "gold": str(problem.answer),
             "token_ids": y.token_ids.tolist(),
             "finish_reason": y.finish_reason,
             "answer": ids[index],
@@ -95,7 +112,10 @@ def _rows(graded: GradedGroup, task: Task) -> list[Row]:
         }
         for index, y in enumerate(generations)
     ]
-    return [shared | own for shared, own in zip(generation_rows(graded), own_columns, strict=True)]
+    of_generation = dict(zip(graded.group.indices, own_columns, strict=True))
+    nothing = {"token_ids": [], "finish_reason": "", "answer": NO_ANSWER, "answer_text": None}
+    gold = {"gold": str(problem.answer)}
+    return [row | gold | of_generation.get(row["generation"], nothing) for row in generation_rows(graded)]
 
 
 def _answer_ids(task: Task, problem: Problem, answers: Sequence[str | None], correct: np.ndarray) -> list[int]:

@@ -1,6 +1,6 @@
 """Evaluates the policy on held-out problems during training."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
@@ -13,12 +13,16 @@ from poly_epo_jax.rollouts.grading import (
     cluster_ids,
     clustered,
     complete_groups,
+    environment_failures,
     grade_groups,
     judge_failures,
 )
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.rollouts.rewards import mean_parts
+from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.signals import StopSignal
-from poly_epo_jax.types import GradedGroup, Interactive, Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Group, HasMetrics, Interactive, Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(
@@ -33,11 +37,10 @@ async def evaluate_held_out(
     """Computes evaluation metrics as means over held-out problems.
 
     The result contains all registered evaluation metrics that only read `rewards`, `correct` and `clusters`, at
-    k = 1, 2, 4, ... if they depend on k. It also contains the mean reward, the number of problems on which the judge
-    failed, and the fraction of degenerate responses. This fraction and the metrics that read `clusters` are means over
-    the problems that have a clustering, and are omitted if no problem has one. Problems on which the environment failed
-    are counted, and omitted from all other metrics. In a multi-process run, each process
-    evaluates its share of the problems, and all processes return the metrics of all problems.
+    k = 1, 2, 4, ... if they depend on k, the mean reward and its parts, the fraction of degenerate responses, and
+    failure counts, separate from those of training. Metrics omit responses on which the environment or the reward
+    failed, those at k problems with fewer other responses, and those of clusters problems without a clustering. Each
+    process evaluates its share of the problems.
 
     Args:
       rollouts: Generates the responses.
@@ -49,40 +52,55 @@ async def evaluate_held_out(
       stop: Interrupts the evaluation when a shutdown is requested. If None, the evaluation is not interrupted.
 
     Returns:
-      Metrics by name, each with the prefix `eval/`.
+      Metrics of all problems by name, each with the prefix `eval/`.
 
     Raises:
       ValueError: If a registered metric has the name of another metric or is not finite, or if the task or the judge
         returns an invalid value.
-      EpisodeError: If the environment failed on all problems.
+      EpisodeError: If the environment or the reward failed on all generations.
       Stopped: If a shutdown was requested.
     """
     own = hosts.share(problems)
-    groups, limit = rollouts.generate(own, num_generations, sampling), rollouts.grading_timeout_seconds
-    grading = grade_groups(groups, own, task, judge, timeout_seconds=limit)
-    shares = await hosts.gather((stop or StopSignal()).run_interruptible(grading))
-    drawn = [group for share in shares for group in share]
+    drawing = _draw(rollouts.generate(own, num_generations, sampling), own, rollouts, task, judge)
+    shares = await hosts.gather((stop or StopSignal()).run_interruptible(drawing))
+    drawn = [group for graded, _ in shares for group in graded]
     check_failed_environments(drawn, 1.0)
     graded = complete_groups(drawn)
     arrays = _arrays(graded)
-    metrics = {"reward": float(arrays["rewards"].mean()), "judge_failed_problems": float(len(judge_failures(graded)))}
-    if isinstance(task, Interactive) or len(drawn) > len(graded):
+    reward = np.mean([of_problem.mean() for of_problem in arrays["rewards"]])
+    metrics = {"reward": float(reward), "judge_failed_problems": float(len(judge_failures(graded)))}
+    if (failures := environment_failures(drawn)) or isinstance(task, Interactive):
+        metrics["environment_failed_responses"] = float(len(failures))
         metrics["environment_failed_problems"] = float(len(drawn) - len(graded))
     values = problem_values(arrays, curves=False)
     values.pop(MEAN_REWARD, None)  # "reward" is logged in all cases
     if with_clusters := clustered(graded):
         clusters = cluster_ids(with_clusters)
         values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
-        metrics["degenerate_fraction"] = degenerate_share(clusters)
+        metrics["degenerate_fraction"] = degenerate_share(np.concatenate(clusters))
     if taken := metrics.keys() & values.keys():
         raise ValueError(
             f"{held_out(min(taken))} is the name of another metric; register the evaluation metric {min(taken)!r} "
             "under another name."
         )
-    metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()}
+    metrics |= {name: float(of_problems.mean()) for name, of_problems in values.items()} | mean_parts(graded)
+    metrics |= hosts.total([counts for _, counts in shares])
     return {held_out(name): value for name, value in metrics.items()}
 
 
-def _arrays(graded: Sequence[GradedGroup]) -> dict[str, np.ndarray]:
-    """Returns `rewards` and `correct`, both of shape [P, N]."""
-    return {name: np.stack([getattr(group, name) for group in graded]) for name in ("rewards", "correct")}
+async def _draw(
+    groups: AsyncIterator[Group], problems: Sequence[Problem], rollouts: Rollouts, task: Task, judge: Judge
+) -> tuple[list[GradedGroup], Metrics]:
+    """Returns the graded groups, and the counters of judge and environment. Must run in a separate task."""
+    EVALUATES.set(True)
+    graded = await grade_groups(groups, problems, task, judge, timeout_seconds=rollouts.grading_timeout_seconds)
+    counts: Metrics = {}
+    for part in (judge, rollouts.environments):
+        if isinstance(part, HasMetrics):
+            counts |= checked_counts(part, part.metrics(), counts)
+    return graded, counts
+
+
+def _arrays(graded: Sequence[GradedGroup]) -> dict[str, list[np.ndarray]]:
+    """Returns lists of the arrays `rewards` and `correct` of each group."""
+    return {name: [getattr(group, name) for group in graded] for name in ("rewards", "correct")}

@@ -1,5 +1,6 @@
 """Computes the results of an evaluation from its generations.jsonl."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,43 +32,48 @@ def compute_results(folder: Path) -> dict[str, Any]:
       The content of results.json, without the labels, sampling parameters and digests that `run_evaluation` adds.
       "metrics" has an entry {"mean", "low", "high"} for each registered evaluation metric and k, with the mean over
       problems and its 95% interval. The bounds are None if there is only one problem. "intervals" is `INTERVALS`, which
-      names the methods that tables and figures show. "num_problems",
-      "num_generations" (per problem) and "num_clustered" (problems that have a clustering) are counts. "per_problem"
-      contains the number of correct generations of each problem. Metrics that read clusters are means over the
-      problems that have a clustering, and are omitted if no problem has one. "branching" contains the mean number of
-      active branches by token position.
+      names the methods that tables and figures show. "num_problems", "num_generations" (per problem), "num_failed"
+      (generations of all problems on which the environment or the reward failed) and "num_clustered" (problems that
+      have a clustering) are counts. "per_problem" contains the number of correct generations of each problem, and the
+      number of generations that did not fail. All metrics are computed from them, and those at k are means over the
+      problems with at least k. Metrics that read clusters are means over the problems that have a clustering, and are
+      omitted if no problem has one. "branching" contains the mean number of active branches by token position.
 
     Raises:
       ValueError: If a row is corrupted, or a metric is not finite for some problem.
     """
     problems: dict[str, dict[str, list[Any]]] = {}
+    num_rows = Counter[str]()
     for row in read_generations(folder):
+        num_rows[row["problem"]] += 1
+        if row["reward"] is None:
+            continue
         kept = problems.setdefault(row["problem"], {name: [] for name in ("token_ids", *_COLUMNS)})
         kept["token_ids"].append(np.array(row["token_ids"], np.int32))
         for name in _COLUMNS:
             kept[name].append(row[name])
     token_ids = [kept["token_ids"] for kept in problems.values()]
-    arrays = {array: np.array([kept[name] for kept in problems.values()]) for name, array in _COLUMNS.items()}
+    arrays = {array: [np.array(kept[name]) for kept in problems.values()] for name, array in _COLUMNS.items()}
     clusters = arrays.pop("clusters")
-    arrays["lengths"] = np.array([[len(ids) for ids in of_problem] for of_problem in token_ids])
+    arrays["lengths"] = [np.array([len(ids) for ids in of_problem]) for of_problem in token_ids]
     metrics = _with_intervals(problem_values(arrays))
 
-    is_clustered = np.array([ids[0] is not None for ids in clusters])
-    if is_clustered.any():
-        clustered = {name: array[is_clustered] for name, array in arrays.items()}
-        clustered["clusters"] = clusters[is_clustered].astype(int)
+    arrays["clusters"] = clusters
+    places = [place for place, ids in enumerate(clusters) if ids[0] is not None]
+    if places:
+        clustered = {name: [array[place] for place in places] for name, array in arrays.items()}
         metrics |= _with_intervals(problem_values(clustered, reading="clusters"))
-    num_generations = arrays["correct"].shape[1]
     return {
         "num_problems": len(problems),
-        "num_generations": num_generations,
-        "num_clustered": int(is_clustered.sum()),
+        "num_generations": max(num_rows.values()),
+        "num_failed": num_rows.total() - sum(map(len, token_ids)),
+        "num_clustered": len(places),
         "intervals": INTERVALS,
         "metrics": metrics,
         "branching": {"mean": mean_active_branches(token_ids).tolist()},
         "per_problem": [
-            {"problem": problem, "num_correct": int(count), "num_generations": num_generations}
-            for problem, count in zip(problems, arrays["correct"].sum(axis=1), strict=True)
+            {"problem": problem, "num_correct": int(correct.sum()), "num_generations": len(correct)}
+            for problem, correct in zip(problems, arrays["correct"], strict=True)
         ],
     }
 
@@ -77,10 +83,13 @@ def _with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, dict[str, flo
     entries: dict[str, dict[str, float | None]] = {
         name: {"mean": float(column.mean()), "low": None, "high": None} for name, column in values.items()
     }
-    for is_fraction, interval in ((True, fraction_interval), (False, bootstrap_interval)):
-        columns = {name: column for name, column in values.items() if describe(name).is_fraction == is_fraction}
+    kinds = {name: (describe(name).is_fraction, len(column)) for name, column in values.items()}
+    for kind in dict.fromkeys(kinds.values()):
+        is_fraction, num_problems = kind
+        columns = {name: column for name, column in values.items() if kinds[name] == kind}
         # The variation between problems cannot be estimated from a single problem.
-        if columns and len(next(iter(columns.values()))) > 1:
+        if num_problems > 1:
+            interval = fraction_interval if is_fraction else bootstrap_interval
             bounds = interval(np.stack(list(columns.values()), axis=1))
             for name, low, high in zip(columns, *bounds, strict=True):
                 entries[name] |= {"low": float(low), "high": float(high)}

@@ -40,6 +40,7 @@ class JudgeEntry:
       task: Protocol that the task must implement, or a union of protocols.
       needs_url: Whether `judge.url` is required.
       clusters: Whether the judge clusters. If False, methods that read clusters are rejected.
+      features: Names of the features that the judge adds. If None, they are only checked when the judge has added them.
       max_generations: Maximum number of generations of a prompt that the judge can cluster. If None, there is no limit.
     """
 
@@ -48,15 +49,16 @@ class JudgeEntry:
     task: type | UnionType = Task
     needs_url: bool = False
     clusters: bool = True
+    features: tuple[str, ...] | None = None
     max_generations: int | None = None
 
 
 JUDGES: Registry[JudgeEntry] = Registry(
-    exact=JudgeEntry(ExactJudge, "the task's own strategies", task=Strategic | Interactive),
-    answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=HasAnswers),
-    llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, max_generations=DEGENERATE_CLUSTER - 1),
-    ngrams=JudgeEntry(NgramsJudge, "shared character n-grams"),
-    none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False),
+    exact=JudgeEntry(ExactJudge, "the task's own strategies", task=Strategic | Interactive, features=()),
+    answer=JudgeEntry(lambda task, section: AnswerJudge(task), "final answers", task=HasAnswers, features=()),
+    llm=JudgeEntry(LLMJudge, "a language model", needs_url=True, features=(), max_generations=DEGENERATE_CLUSTER - 1),
+    ngrams=JudgeEntry(NgramsJudge, "shared character n-grams", features=("embeddings",)),
+    none=JudgeEntry(lambda task, section: NoJudge(), "no clusters", clusters=False, features=()),
 )
 """Judges by the name that `judge.name` selects."""
 

@@ -14,6 +14,7 @@ import httpx
 from poly_epo_jax.config.checks import VARIABLE
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.judges.reply import ReplyError, read_error
+from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
     ServerError,
@@ -43,7 +44,7 @@ class ChatServer:
 
     Attributes:
       url: Value of `judge.url`.
-      counts: Number of repeated requests, as "retries".
+      counts: Number of repeated requests, as "retries", of training or, within an evaluation, of evaluations.
 
     Args:
       section: Section `judge` of the configuration: URL, API key and request limits. "/v1" is appended to the URL
@@ -56,7 +57,7 @@ class ChatServer:
 
     def __init__(self, section: JudgeSection):
         self.url, self._section = section.url.rstrip("/"), section
-        self.counts = collections.Counter[str]()
+        self._counts = {evaluates: collections.Counter[str]() for evaluates in (False, True)}
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         self._key = _read_key(section.api_key_env)
         self._proxy = proxy_of(self.url) if self._key else ""
@@ -64,6 +65,10 @@ class ChatServer:
             print(f"Warning: The API key is sent to {self.url} without encryption; use https://.", file=sys.stderr)
         self._unreachable_since: float | None = None
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    @property
+    def counts(self) -> collections.Counter[str]:
+        return self._counts[EVALUATES.get()]
 
     def slot(self) -> asyncio.Semaphore:
         """Returns the semaphore of the current event loop, because a semaphore belongs to one loop."""

@@ -1,7 +1,6 @@
 """Judge that clusters responses with a language model on an OpenAI-compatible server (paper §4 and appendix)."""
 
 import asyncio
-import collections
 import contextlib
 import hashlib
 import json
@@ -154,8 +153,7 @@ class LLMJudge:
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of retried requests, shortened responses and tokens since the last call."""
-        counts, self._server.counts = self._server.counts, collections.Counter[str]()
-        return {f"judge/{name}": float(counts[name]) for name in COUNTS}
+        return {f"judge/{name}": float(self._server.counts.pop(name, 0)) for name in COUNTS}
 
     def _request(self, group: Group) -> dict[str, Any]:
         """Returns the parts of a request that do not depend on the attempt."""

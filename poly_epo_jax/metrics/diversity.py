@@ -43,7 +43,7 @@ def incorrect_clusters(
     return correct_clusters(clusters, ~correct, k)
 
 
-def degenerate_share(clusters: Int[np.ndarray, "P m"]) -> float:
+def degenerate_share(clusters: Int[np.ndarray, "*P m"]) -> float:
     """Returns the fraction of generations in `DEGENERATE_CLUSTER`."""
     return float(1 - (clusters != DEGENERATE_CLUSTER).mean())
 

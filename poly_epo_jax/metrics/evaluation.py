@@ -188,38 +188,52 @@ def describe(name: str) -> EvaluationMetric:
 
 
 def problem_values(
-    arrays: Mapping[str, Shaped[np.ndarray, "P m"]], reading: str = "", curves: bool = True
-) -> dict[str, Float[np.ndarray, " P"]]:
+    arrays: Mapping[str, Shaped[np.ndarray, "P m"] | Sequence[Shaped[np.ndarray, " _"]]],
+    reading: str = "",
+    curves: bool = True,
+) -> dict[str, Float[np.ndarray, " _"]]:
     """Computes all registered metrics whose arrays are given.
 
+    Metrics at k leave out the problems with fewer than k generations, because failed ones are missing.
+
     Args:
-      arrays: Arrays by name, see `EvaluationMetric.function`. `correct` is required.
+      arrays: Arrays by name, see `EvaluationMetric.function`, or lists with an array [m] for each problem, if m differs
+        between problems. `correct` is required.
       reading: If not empty, only metrics that read this array are computed.
       curves: Whether metrics with `every_k` are computed at every k. If False, k is a power of two for all metrics.
 
     Returns:
-      Values [P] by name, such as `pass@8`.
+      Values by name, such as `pass@8`, of the problems with at least k generations.
 
     Raises:
       ValueError: If a metric raises an exception or does not return a finite value for each problem, if a value of a
         fraction is not in [0, 1], or if two metrics have the same name.
     """
-    num_problems, num_generations = arrays["correct"].shape
-    if "rewards" in arrays and not np.isin(arrays["rewards"], (0, 1)).all():
+    sizes = np.array([len(row) for row in arrays["correct"]])
+    if "rewards" in arrays and not np.isin(np.concatenate(arrays["rewards"]), (0, 1)).all():
         arrays = {**arrays, "graded_rewards": arrays["rewards"]}
-    if "answers" in arrays and (arrays["answers"] == NO_ANSWER).all():
+    if "answers" in arrays and (np.concatenate(arrays["answers"]) == NO_ANSWER).all():
         arrays = {name: array for name, array in arrays.items() if name != "answers"}
+    places = {size: np.flatnonzero(sizes == size).tolist() for size in np.unique(sizes).tolist()}
+    parts = {
+        size: {name: np.stack([array[place] for place in own]) for name, array in arrays.items()}
+        for size, own in places.items()
+    }
     values: dict[str, np.ndarray] = {}
     for stem, metric in EVALUATION_METRICS.items():
         read = metric.parameters - {"k"}
         if not read <= arrays.keys() or (reading and reading not in read):
             continue
-        given = {name: arrays[name] for name in read}
-        ks = range(1, num_generations + 1) if metric.every_k and curves else powers_of_two(num_generations)
+        ks = range(1, max(places) + 1) if metric.every_k and curves else powers_of_two(max(places))
         for k in metric.sizes(ks):
             if (name := at(stem, k)) in values:
                 raise ValueError(f"Two evaluation metrics are named {name!r}; register {stem!r} under another name.")
-            values[name] = _values(stem, metric, given | ({} if k is None else {"k": k}), num_problems)
+            column = np.zeros(len(sizes))
+            for size, own in places.items():
+                if size >= (k or 1):
+                    given = {array: parts[size][array] for array in read} | ({} if k is None else {"k": k})
+                    column[own] = _values(stem, metric, given, len(own))
+            values[name] = column[sizes >= (k or 1)]
     return values
 
 
@@ -246,14 +260,22 @@ def _values(stem: str, metric: EvaluationMetric, arguments: Mapping[str, Any], n
     return found
 
 
-def omitted_metrics(names: Collection[str]) -> str:
-    """Returns a sentence about metrics that an evaluation omits, or an empty string.
+def omissions(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns sentences about metrics and generations that evaluations omit, or an empty string.
 
     Args:
-      names: Names of the computed metrics.
+      results: Results of models on a benchmark, see `evaluate.results.compute_results`.
     """
-    has_votes = any(split(name)[0] == MAJORITY_ACCURACY for name in names)
-    return "" if has_votes else "Majority voting is omitted, because no response has an answer (`answer` of the task)."
+    names = {split(name)[0] for one in results for name in one["metrics"]}
+    sentences = []
+    if MAJORITY_ACCURACY not in names:
+        sentences.append("Majority voting is omitted, because no response has an answer (`answer` of the task).")
+    if failed := sum(one.get("num_failed", 0) for one in results):
+        sentences.append(
+            f"{failed} responses are omitted, because the environment or reward failed on them. Metrics at k omit "
+            "problems with fewer than k other responses."
+        )
+    return " ".join(sentences)
 
 
 def table_columns(names: Iterable[str], table: str) -> dict[str, EvaluationMetric]:

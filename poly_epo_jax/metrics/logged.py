@@ -60,10 +60,27 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Above 0: the cluster metrics of the evaluation omit these problems.",
             fallback=True,
         ),
+        "eval/environment_failed_responses": LoggedMetric(
+            "Held-out failed responses",
+            "Number of responses to held-out problems on which the environment or an own reward failed.",
+            "Above 0: all metrics of the evaluation omit these responses.",
+            fallback=True,
+        ),
         "eval/environment_failed_problems": LoggedMetric(
-            "Held-out environment failures",
-            "Number of held-out problems on which the environment failed.",
+            "Held-out failed problems",
+            "Number of held-out problems on all of whose responses the environment or an own reward failed.",
             "Above 0: all metrics of the evaluation omit these problems.",
+            fallback=True,
+        ),
+        "eval/environment/retries": LoggedMetric(
+            "Held-out repeated episodes",
+            "Number of held-out episodes that were repeated because the environment failed.",
+            fallback=True,
+        ),
+        "eval/judge/retries": LoggedMetric(
+            "Held-out judge retries",
+            "Number of requests to the judge about held-out problems that were repeated. Its other counters are named "
+            "in the same way.",
             fallback=True,
         ),
         # Generations of a step.
@@ -72,6 +89,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             "Mean reward of the step's generations, before the update.",
             "Constantly 0: GRPO and Poly-EPO then have advantage 0 on all prompts, and nothing is learned.",
             brief="reward",
+            drawn=True,
+            unit_axis=True,
+        ),
+        "rewards/*": LoggedMetric(
+            "Reward part {name}",
+            "Mean of a part of the reward, rescaled to [0, 1], over the step's generations that have it.",
             drawn=True,
             unit_axis=True,
         ),
@@ -288,15 +311,22 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
             fallback=True,
         ),
         # Failures and retries.
+        "environment/failed_responses": LoggedMetric(
+            "Failed responses",
+            "Number of the step's responses on which the environment or an own reward failed. They have no reward, and "
+            "are not trained on.",
+            "Above 0: the column `reason` in generations.jsonl describes the failures.",
+            fallback=True,
+        ),
         "environment/failed_prompts": LoggedMetric(
-            "Environment failures",
-            "Number of the step's prompts on which the environment or an own reward failed. They are not trained on.",
+            "Failed prompts",
+            "Number of the step's prompts with too few other responses (`rollouts.min_group`). They are left out.",
             "Above `rollouts.max_failed_fraction` of the prompts: the run stops.",
             fallback=True,
         ),
         "environment/failed/*": LoggedMetric(
-            "Environment failures by kind",
-            "Number of the step's prompts on which the environment or an own reward failed in this way.",
+            "Failed responses by kind",
+            "Number of the step's responses on which the environment or an own reward failed in this way.",
             "`late`: increase `rollouts.turn_timeout_seconds`, or `rollouts.grading_timeout_seconds` for rewards. "
             "`raised`: correct the environment or reward.",
         ),
@@ -425,7 +455,8 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
         ),
     }
 )
-"""Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry."""
+"""Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry, and `{name}` in
+its title for the rest of the name."""
 
 _COUNTERS = (
     *("grader/", "rollouts/"),
@@ -472,8 +503,10 @@ def describe(name: str) -> LoggedMetric:
         metric = evaluation.describe(name.removeprefix(_HELD_OUT))
         shown = {"brief": metric.title, "digits": metric.digits, "unit_axis": metric.is_fraction}
         return LoggedMetric(f"Held-out {metric.title}", metric.meaning, **shown)
-    family = LOGGED_METRICS.get(f"{name.rpartition('/')[0]}/*", LoggedMetric(name, ""))
-    return LOGGED_METRICS.get(name, family)
+    prefix, _, last = name.rpartition("/")
+    family = LOGGED_METRICS.get(f"{prefix}/*", LoggedMetric(name, ""))
+    named = dataclasses.replace(family, title=family.title.replace("{name}", last))
+    return LOGGED_METRICS.get(name, named)
 
 
 HELD_OUT_REWARD, HELD_OUT_SOLVED = held_out("reward"), held_out("solved")

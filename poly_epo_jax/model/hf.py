@@ -77,11 +77,12 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
     family = str(written.get("model_type"))
     if family not in ARCHITECTURES:
         choices, names = " or ".join(ARCHITECTURES), content.get("architectures")
+        advice = f"choose a {choices} model, see docs/reference/models.md."
         if family in MISSING_FEATURES:
             name = names[0] if isinstance(names, list) and names else family
             feature = MISSING_FEATURES[family]
-            raise ValueError(f"{file}: {name} requires {feature}, which is not supported; choose a {choices} model.")
-        raise ValueError(f"{file}: model_type {family!r} is not supported; choose a {choices} model.")
+            raise ValueError(f"{file}: {name} requires {feature}, which is not supported; {advice}")
+        raise ValueError(f"{file}: model_type {family!r} is not supported; {advice}")
     if "quantization_config" in written:
         raise ValueError(
             f"{file}: the weights are quantized (quantization_config: {str(written['quantization_config'])[:80]}), "

@@ -9,11 +9,9 @@ other processes may be blocked in a collective when one process fails.
 
 import asyncio
 import atexit
-import ipaddress
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -25,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from poly_epo_jax.config.keys import HostsSection
+from poly_epo_jax.parallel.coordinator import bind_address, check_port
 from poly_epo_jax.parallel.devices import find_devices
 from poly_epo_jax.system.signals import Stopped
 from poly_epo_jax.system.text import first_line
@@ -73,8 +72,10 @@ def join(section: HostsSection) -> None:
             "coordinator_address": coordinator,
             "num_processes": section.num_processes,
             "process_id": section.process_id,
-            "coordinator_bind_address": _bind_address(coordinator),
+            "coordinator_bind_address": bind_address(coordinator),
         }
+        if section.process_id == 0:
+            check_port(coordinator)
     # On CPUs, the collectives of concurrently running programs would be confused with each other.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Ctrl-C terminates the process until training installs its own handler: there is nothing to save yet, and a
@@ -97,23 +98,6 @@ def join(section: HostsSection) -> None:
             "first process, and set hosts.num_processes and hosts.process_id."
         ) from error
     find_devices()  # before the exchanges between the processes, which use the devices
-
-
-def _bind_address(coordinator: str) -> str | None:
-    """Returns the address on which the first process listens for connections, which are not authenticated.
-
-    This is the coordinator address if it is localhost or a local address. If the coordinator is another host name,
-    which may resolve to another address on other hosts, or an address that is not local, returns None: the process
-    then listens on all addresses.
-    """
-    host = coordinator.rpartition(":")[0].strip("[]")
-    try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
-            probe.bind((str(address), 0))
-    except (ValueError, OSError):
-        return None
-    return coordinator
 
 
 def count() -> int:

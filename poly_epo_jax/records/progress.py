@@ -1,9 +1,14 @@
-"""Progress displays for long computations: a live screen or bar on a terminal, otherwise a line every ten seconds."""
+"""Progress displays for long computations: a live screen or bar on a terminal, otherwise a line every ten seconds.
+
+While a display is open, a line names the calls that the process awaits if none has begun or ended for 20 seconds, and
+again whenever this time has doubled.
+"""
 
 import contextlib
 import datetime
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -22,10 +27,12 @@ from poly_epo_jax.metrics.logged import (
     describe,
     is_held_out,
 )
+from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import Metrics
 
 _HELD_OUT = (HELD_OUT_REWARD, HELD_OUT_SOLVED, HELD_OUT_CORRECT_CLUSTERS)
 _SECONDS_BETWEEN_LINES = 10.0
+_WAITING_SECONDS = 20.0  # time without progress after which pending calls are named
 _SPEED_SECONDS = 3600.0  # window of the speed estimate; Rich's default of 30 s is too short for slow steps
 
 
@@ -57,7 +64,7 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
         if not console.is_terminal and lines.due(done == total):
             print("  ".join([f"{description} {done}/{total}", *_time_left(progress)]), flush=True)
 
-    with progress:
+    with progress, WaitingLines():
         yield show
 
 
@@ -103,6 +110,7 @@ class TrainingProgress:
         self._task = self._progress.add_task("", total=total_steps, completed=first_step)
         console = Console()
         self._live: Live | None = None
+        self._waiting = WaitingLines().__enter__()
         if console.is_terminal:
             self._live = Live(get_renderable=self._screen, console=console, refresh_per_second=2)
             self._live.start()
@@ -134,6 +142,7 @@ class TrainingProgress:
 
     def close(self) -> None:
         """Stops the live screen, and prints the number of failures and repetitions, if there were any."""
+        self._waiting.__exit__()
         if self._live is not None:
             self._live.stop()
         if texts := self._fallbacks.texts():
@@ -200,6 +209,33 @@ class _Lines:
             return False
         self._next_at = time.monotonic() + _SECONDS_BETWEEN_LINES
         return True
+
+
+class WaitingLines:
+    """Prints lines that name the calls that the process awaits, in the background of a context."""
+
+    def __init__(self) -> None:
+        self._next_at, self._closed = _WAITING_SECONDS, threading.Event()
+
+    def __enter__(self) -> "WaitingLines":
+        threading.Thread(target=self._run, name="waiting lines", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def update(self) -> None:
+        """Prints a line if it is due."""
+        calls, seconds = pending_calls()
+        if seconds < _WAITING_SECONDS:
+            self._next_at = _WAITING_SECONDS
+        elif calls and seconds >= self._next_at:
+            self._next_at = 2 * seconds
+            print(f"No progress for {seconds:.0f} s. Waiting for {calls}.", flush=True)
+
+    def _run(self) -> None:
+        while not self._closed.wait(1.0):
+            self.update()
 
 
 def _time_left(progress: Progress) -> list[str]:

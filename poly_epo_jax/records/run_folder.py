@@ -28,7 +28,7 @@
                          next step for a batch that is generated ahead, and the previous step for a checkpoint, which is
                          written after the row of its step.
     generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION` and, for episodes,
-                         `EPISODE`.
+                         `EPISODE`, or `FAILURE`.
     tensorboard/         Metrics and timing as TensorBoard events, and traces of the steps of train.profile_steps.
     checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.
@@ -64,12 +64,17 @@ GENERATION: Columns = {
     "prompt": str,
     "generation": int,  # index among the generations of the prompt, from 0
     "response": str,
-    "reward": int | float,
-    "correct": bool,
+    "reward": int | float | None,  # null, like `correct`, if the environment or the reward failed
+    "correct": bool | None,
     "cluster": int | None,  # null if the judge failed or no judge is configured
     "rationale": str | None,  # the judge's explanation, if there is one
 }
 """Columns of a generation, in run folders and in evaluations."""
+FAILURE: Columns = {
+    "failure": str,  # kind of the failure, see `types.EnvironmentFailure`
+    "reason": str,
+}
+"""Additional columns of a generation on which the environment or the reward failed. Its response is empty."""
 EPISODE: Columns = {
     "turns": list,  # texts of the turns, alternating between the policy and the environment
     "strategy": str | None,  # representation of the strategy of the outcome; null if the environment has none
@@ -80,7 +85,7 @@ LOGGED_GENERATION: Columns = {
     "step": int,
     # Index among the step's prompts with this problem, from 0: a step across two epochs may draw a problem repeatedly.
     "occurrence": int,
-    # null if a failure of the judge excludes the prompt, or algo.truncated=mask the generation
+    # null if a failure or algo.truncated=mask excludes the generation, or a failure of the judge the prompt
     "advantage": int | float | None,
 }
 """Columns of a run's generations.jsonl. Step, problem, occurrence and generation together identify a row."""
@@ -218,27 +223,39 @@ def read_method(folder: Path) -> str:
 
 
 def generation_rows(graded: GradedGroup) -> list[Row]:
-    """Creates a row for each generation of a group, with the columns of `GENERATION` and, for episodes, `EPISODE`."""
+    """Creates a row for each generation of a group, with the columns of `GENERATION` and, for episodes, `EPISODE`.
+
+    Generations on which the environment or the reward failed have the columns of `FAILURE`. If the group is left out,
+    only they have a row.
+
+    If the reward has several parts, the column `rewards` contains the parts by name. Those that do not apply are None.
+    """
     problem, generations = graded.group.problem, graded.group.generations
+    parts = {
+        name: [None if math.isnan(value) else value for value in part.tolist()] for name, part in graded.parts.items()
+    }
     clusters: list[int | None] = [None] * len(generations)
     rationales: list[str | None] = [None] * len(generations)
     if isinstance(graded.clustering, Clustering):
         clusters = graded.clustering.ids.tolist()
         rationales = list(graded.clustering.rationales or rationales)
-    return [
-        {
-            "problem": problem.id,
-            "prompt": problem.prompt,
-            "generation": index,
-            "response": generation.text,
-            "reward": float(graded.rewards[index]),
-            "correct": bool(graded.correct[index]),
-            "cluster": clusters[index],
-            "rationale": rationales[index],
-        }
+    prompt = {"problem": problem.id, "prompt": problem.prompt}
+    names = ("generation", "reward", "correct", "cluster", "rationale")
+    graded_values = graded.rewards.tolist(), graded.correct.tolist()
+    values = zip(graded.group.indices, *graded_values, clusters, rationales, strict=False)
+    rows = [
+        prompt
+        | {"response": generation.text}
+        | dict(zip(names, own, strict=True))
         | _episode_columns(generation)
-        for index, generation in enumerate(generations)
+        | ({"rewards": {name: part[place] for name, part in parts.items()}} if parts else {})
+        for place, (generation, own) in enumerate(zip(generations, values, strict=False))
     ]
+    rows += [
+        prompt | dict.fromkeys(names) | {"generation": index, "response": "", "failure": one.kind, "reason": one.reason}
+        for index, one in graded.group.failures.items()
+    ]
+    return sorted(rows, key=lambda row: row["generation"])
 
 
 def _episode_columns(generation: Generation) -> Row:

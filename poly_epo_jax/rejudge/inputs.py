@@ -151,7 +151,10 @@ def _read_generations(rows: Iterable[Row]) -> list[RecordedGroup]:
         occurrence = f" ({row['occurrence'] + 1})" if row.get("occurrence") else ""
         found.setdefault(f"{step}{row['problem']}{occurrence}", []).append(row)
     groups = []
-    for name, of_problem in found.items():
+    for name, rows_of_problem in found.items():
+        of_problem = [row for row in rows_of_problem if row["reward"] is not None]  # without failed responses
+        if len(of_problem) < min(2, len(rows_of_problem)):
+            continue
         of_problem.sort(key=lambda row: row["generation"])
         first, clusters = of_problem[0], tuple(row["cluster"] for row in of_problem)
         are_episodes = all(isinstance(row.get("turns"), list) for row in of_problem)

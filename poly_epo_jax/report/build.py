@@ -148,7 +148,7 @@ def _figure_sections(
       timelines: Windows of timeline.jsonl by run, which are summarized below the timeline.
     """
     logged = {metric for rows in runs.values() for row in rows for metric in row}
-    shown = {"comparison": figures.COMPARED, "training_dynamics": figures.drawn_metrics()}
+    shown = {"comparison": figures.COMPARED, "training_dynamics": figures.drawn_metrics(runs)}
     more = {
         name: metric_list((describe(metric).title, describe(metric).meaning) for metric in metrics if metric in logged)
         for name, metrics in shown.items()

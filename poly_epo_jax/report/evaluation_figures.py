@@ -142,21 +142,24 @@ def paired_differences(evaluations: Evaluations) -> Evaluations:
 
 
 def _paired_pass_at_k(results: Results, baseline: Results) -> dict[str, dict[str, float | None]]:
-    """Returns the mean difference in pass@k with its interval, at powers of two and at the largest common k."""
-    ours, theirs = ({row["problem"]: row for row in one["per_problem"]} for one in (results, baseline))
-    shared = [problem for problem in ours if problem in theirs]
-    if not shared:
-        return {}
-    sizes = [one["num_generations"] for one in (results, baseline)]
-    ks = sorted({*powers_of_two(min(sizes)), min(sizes)})
-    correct = [np.array([rows[problem]["num_correct"] for problem in shared]) for rows in (ours, theirs)]
-    passed = [
-        np.stack([pass_at_k(size, counts, k) for k in ks], 1) for size, counts in zip(sizes, correct, strict=True)
-    ]
-    values = passed[0] - passed[1]
-    low, high = difference_interval(values) if len(shared) > 1 else ([None] * len(ks),) * 2
-    bounds = zip(ks, values.mean(axis=0).tolist(), low, high, strict=True)
-    return {at(PASS, k): {"mean": mean, "low": bottom, "high": top} for k, mean, bottom, top in bounds}
+    """Returns the mean difference in pass@k with its interval, at powers of two and at the largest common k.
+
+    Problems with fewer than k generations are left out at k.
+    """
+    theirs = {row["problem"]: row for row in baseline["per_problem"]}
+    pairs = [(row, theirs[row["problem"]]) for row in results["per_problem"] if row["problem"] in theirs]
+    sizes = [min(row["num_generations"] for row in pair) for pair in pairs]
+    largest, found = max(sizes, default=0), {}
+    for k in sorted({*powers_of_two(largest), largest} - {0}):
+        passed = [
+            [pass_at_k(row["num_generations"], np.array([row["num_correct"]]), k).item() for row in pair]
+            for pair, size in zip(pairs, sizes, strict=True)
+            if size >= k
+        ]
+        values = np.subtract(*np.transpose(passed))
+        low, high = map(float, difference_interval(values)) if len(values) > 1 else (None, None)
+        found[at(PASS, k)] = {"mean": float(values.mean()), "low": low, "high": high}
+    return found
 
 
 def plot_with_differences(evaluations: Evaluations, line_styles: LineStyles) -> Figure | None:

@@ -8,6 +8,7 @@ figures of all reports.
 import base64
 import collections
 import contextlib
+import fnmatch
 import html
 import io
 import itertools
@@ -133,12 +134,14 @@ def plot_training_dynamics(runs: Runs) -> Figure | None:
 
     Values of single steps are drawn faintly under a smoothed line. Returns None if no run has any of the metrics.
     """
-    return _panels(runs, drawn_metrics(), max_columns=4, panel_size=(3.5, 2.8))
+    return _panels(runs, drawn_metrics(runs), max_columns=4, panel_size=(3.5, 2.8))
 
 
-def drawn_metrics() -> list[str]:
-    """Returns the names of the logged metrics that are drawn over training steps."""
-    return [name for name, metric in LOGGED_METRICS.items() if metric.drawn]
+def drawn_metrics(runs: Runs = MappingProxyType({})) -> list[str]:
+    """Returns the names of the metrics that are drawn over steps. Prefixes are replaced with metrics of the runs."""
+    logged = sorted({metric for rows in runs.values() for row in rows for metric in row})
+    drawn = [name for name, metric in LOGGED_METRICS.items() if metric.drawn]
+    return [one for name in drawn for one in (fnmatch.filter(logged, name) if "*" in name else [name])]
 
 
 def plot_comparison(runs: Runs) -> Figure | None:

@@ -132,7 +132,7 @@ def read_results(folder: Path) -> dict[str, Any]:
         results = json.loads(path.read_bytes())
         means = [value["mean"] for value in results["metrics"].values()] + results["branching"]["mean"]
         counts = [results["num_problems"], results["num_generations"]] + [
-            row["num_correct"] for row in results["per_problem"]
+            row[name] for row in results["per_problem"] for name in ("num_correct", "num_generations")
         ]
         _ = [row["problem"] for row in results["per_problem"]]
         if not all(map(math.isfinite, means + counts)):

@@ -5,7 +5,7 @@ Files are read row by row, because they can contain millions of tokens.
 A collection is an entry of the page's browser of generations: a model on a benchmark, or a step of a run. It is a dict,
 which `bound` makes JSON-serializable: {"model", "part", "file", "all_problems", "all_generations",
 "problems": [{"id", "prompt", "gold", "size", "correct", "clusters": [{"id", "size", "correct"}], "generations": []}]}.
-"size" and "correct" count all generations, including generations that are not shown.
+"size" and "correct" count all generations with a reward, including generations that are not shown.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def evaluation_collection(
 
     def rows() -> Iterator[Row]:
         for row in read_generations(folder):
-            if row["problem"] == tree_problem and row["generation"] < tree_size:
+            if row["problem"] == tree_problem and row["generation"] < tree_size and row["reward"] is not None:
                 rollouts[row["generation"]] = np.array(row["token_ids"], np.int64), row["correct"]
             yield row
 
@@ -119,6 +119,8 @@ def collect(model: str, part: str, file: Path, rows: Iterable[Row]) -> Collectio
     names: set[str] = set()
     num_generations = 0
     for row in rows:
+        if row["reward"] is None:  # the environment or the reward failed
+            continue
         num_generations += 1
         name = _name(row)
         names.add(name)

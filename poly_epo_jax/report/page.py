@@ -81,11 +81,13 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
         main = {name: metric for name, metric in columns.items() if evaluation.split(name)[0] in MAIN}
         others = {name: metric for name, metric in columns.items() if name not in main}
         more = f"<details><summary>Other metrics</summary>{_table(models, others, line_styles)}</details>"
-        sizes = {(results["num_problems"], results["num_generations"]) for results in models.values()}
+        sizes = {(one["num_problems"], one["num_generations"], len(one.get("failed", ()))) for one in models.values()}
         size = " or ".join(
-            f"{problems} problems, {generations} generations each" for problems, generations in sorted(sizes)
+            f"{problems} problems, {generations} generations each"
+            + f" ({failed} further problems failed)" * bool(failed)
+            for problems, generations, failed in sorted(sizes)
         )
-        note = html.escape(evaluation.omitted_metrics({name for one in models.values() for name in one["metrics"]}))
+        note = html.escape(evaluation.omissions(list(models.values())))
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{_table(models, main, line_styles)}"
             f"{more if others else ''}<p class='muted'>{note}</p>"

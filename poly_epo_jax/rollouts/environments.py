@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from poly_epo_jax.rollouts.returned_values import checked_outcome, checked_reply
+from poly_epo_jax.system.evaluates import EVALUATES
+from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.system.user_code import user_line
 from poly_epo_jax.types import (
@@ -46,12 +49,11 @@ class Environments:
     task: Interactive
     timeout_seconds: float
     _loop: asyncio.AbstractEventLoop | None = None
-    _num_retries: int = 0
+    _retries: Counter[bool] = dataclasses.field(default_factory=Counter)  # by `EVALUATES`
 
     def metrics(self) -> Metrics:
         """Returns the number of repeated episodes since the last call."""
-        count, self._num_retries = self._num_retries, 0
-        return {"environment/retries": float(count)}
+        return {"environment/retries": float(self._retries.pop(EVALUATES.get(), 0))}
 
     async def play(
         self,
@@ -74,7 +76,7 @@ class Environments:
         """
         failure = None
         for attempt in range(MAX_ATTEMPTS):
-            self._num_retries += attempt > 0
+            self._retries[EVALUATES.get()] += attempt > 0
             episode = RunningEpisode(self, problem)
             try:
                 await episode.start(seed)
@@ -111,7 +113,8 @@ class Environments:
         limit = asyncio.timeout(self.timeout_seconds)
         try:
             async with limit:
-                return await asyncio.wrap_future(self.submit(function))
+                with pending_call(f"{name} of problem {problem.id!r}"):
+                    return await asyncio.wrap_future(self.submit(function))
         except EpisodeFailure as error:
             raise FailedEpisode("failed", f"{name} of problem {problem.id!r} failed: {error}") from error
         except asyncio.CancelledError:
@@ -164,7 +167,8 @@ class RunningEpisode:
 
     async def reply(self, generation: Generation) -> str | None:
         """Returns the reply to the last turn of a generation."""
-        reply = await self._environments.call(self._problem, "reply", lambda: self._episode.reply(generation))
+        method = f"reply to turn {len(generation.turns) // 2 + 1}"
+        reply = await self._environments.call(self._problem, method, lambda: self._episode.reply(generation))
         return checked_reply(self._episode, self._problem, reply)
 
     async def close(self) -> Outcome:

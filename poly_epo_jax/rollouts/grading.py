@@ -7,19 +7,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
+from poly_epo_jax.rollouts.rewards import response_reward
 from poly_epo_jax.system.daemon_thread import in_daemon_thread, num_abandoned_threads
+from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.user_code import UserCodeError, is_own, user_code
 from poly_epo_jax.types import (
     Clustering,
     EnvironmentFailure,
+    Generation,
     GradedGroup,
     Group,
+    HasRewards,
     Judge,
     JudgeFailure,
     Problem,
@@ -36,7 +40,7 @@ class JudgeError(RuntimeError):
 
 
 class EpisodeError(RuntimeError):
-    """Raised when the environment fails on more than `rollouts.max_failed_fraction` of a batch's prompts, or on all."""
+    """Raised when failures leave out more than `rollouts.max_failed_fraction` of a batch's prompts, or all prompts."""
 
 
 async def grade_groups(
@@ -47,25 +51,27 @@ async def grade_groups(
     then: Callable[[GradedGroup], Awaitable[None]] | None = None,
     clock: StageClock | None = None,
     timeout_seconds: float = 600.0,
+    min_group: int = 1,
 ) -> list[GradedGroup]:
     """Grades and judges each group as soon as it is complete.
 
-    If a user's reward raises an exception or exceeds the time limit, the group counts as one whose environment failed:
-    it has no rewards, and is left out of updates and metrics. If a user's judge does so, it has failed on the group.
+    A response is masked if the environment failed on it, or if a user's reward raises an exception or exceeds the time
+    limit: it has no reward, and the judge, updates and metrics only use the other responses of its group. If a user's
+    judge does so, it has failed on the group.
 
     Args:
       groups: Groups in the order in which their generations complete.
       problems: Problems of these groups. The result has the same order.
       task: Computes the rewards, unless the generations have outcomes.
       judge: Clusters the generations of each group.
-      then: Function that is called with each graded group whose environment has not failed. If None, nothing is
-        called.
+      then: Function that is called with each graded group that is not left out. If None, nothing is called.
       clock: Records when groups were generated, graded or judged. If None, a new clock is used.
-      timeout_seconds: Maximum time in seconds of a user's reward or judge on a group. Rewards and judges of this
-        package have separate limits.
+      timeout_seconds: Maximum time in seconds of a user's reward on a response, and of a user's judge on a group.
+        Rewards and judges of this package have separate limits.
+      min_group: Minimum number of remaining responses of a group. Groups with fewer are left out.
 
     Returns:
-      The graded groups. Groups whose environment failed are not graded, and have no rewards.
+      The graded groups. Groups that are left out have no rewards and no clustering.
 
     Raises:
       ValueError: If the task or the judge returns an invalid value.
@@ -76,7 +82,7 @@ async def grade_groups(
     try:
         with clock.stage("generate"):
             async for group in groups:
-                running.append(asyncio.create_task(_grade(group, task, judge, clock, then, timeout_seconds)))
+                running.append(asyncio.create_task(_grade(group, task, judge, clock, then, timeout_seconds, min_group)))
         graded = await asyncio.gather(*running)
     finally:
         for grading in running:
@@ -87,49 +93,69 @@ async def grade_groups(
 
 
 async def _grade(
-    group: Group, task: Task, judge: Judge, clock: StageClock, then: Any, timeout_seconds: float
+    group: Group, task: Task, judge: Judge, clock: StageClock, then: Any, timeout_seconds: float, min_group: int
 ) -> GradedGroup:
-    if group.failure is not None:
-        return _failed(group)
-
-    async def score() -> np.ndarray | _CallFailure:
-        with clock.stage("grade"):
-            work = in_daemon_thread(lambda: _rewards(task, group))
-            rewards = await _limited(work, task, "reward", group.problem, timeout_seconds)
-        return rewards if isinstance(rewards, _CallFailure) else checked_rewards(task, group.problem, rewards)
-
-    async def cluster() -> Any:
-        with clock.stage("judge"):
-            found = await _limited(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
-        return checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, _CallFailure) else found)
-
-    rewards, clustering = await asyncio.gather(score(), cluster())
-    if isinstance(rewards, _CallFailure):
-        if (count := num_abandoned_threads()) >= MAX_ABANDONED:
-            raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {rewards.reason}")
-        return _failed(dataclasses.replace(group, generations=(), failure=EnvironmentFailure(*rewards)))
+    with clock.stage("grade"):
+        group, rewards, parts = await _rewarded(group, task, timeout_seconds)
+    if len(rewards) < min_group:
+        return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
+    with clock.stage("judge"):
+        found = await limited_call(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
+    clustering = checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, CallFailure) else found)
     correct = rewards >= minimum_correct(task)
     for index, generation in enumerate(group.generations):
         if generation.outcome is not None and generation.outcome.correct is not None:
             correct[index] = generation.outcome.correct
-    graded = GradedGroup(group, rewards, correct, clustering)
+    graded = GradedGroup(group, rewards, correct, clustering, parts)
     if then is not None:
         await then(graded)
     return graded
 
 
-def _failed(group: Group) -> GradedGroup:
-    return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
+async def _rewarded(
+    group: Group, task: Task, timeout_seconds: float
+) -> tuple[Group, Float[np.ndarray, " M"], dict[str, Float[np.ndarray, " M"]]]:
+    """Returns the group without the generations whose reward failed, and the rewards of the others with their parts."""
+
+    async def score(part: Sequence[Generation]) -> list[tuple[Any, dict[str, float]]] | CallFailure:
+        work = _scores(task, group.problem, part)
+        found = await limited_call(work, task, "reward", group.problem, timeout_seconds)
+        if isinstance(found, CallFailure) and (count := num_abandoned_threads()) >= MAX_ABANDONED:
+            raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {found.reason}")
+        return found
+
+    # Only a user's reward can fail, so only its calls are separate.
+    is_separate = is_own(task) and isinstance(task, Rewarded | HasRewards)
+    parts = [[one] for one in group.generations] if is_separate else [group.generations] * bool(group.generations)
+    if isinstance(task, HasRewards):
+        found = await asyncio.gather(*map(score, parts))
+    else:
+        found = [await score(part) for part in parts]
+    failures, remaining, scores = dict(group.failures), list[Generation](), list[tuple[Any, dict[str, float]]]()
+    for index, part, of_part in zip(group.indices, parts, found, strict=False):
+        if isinstance(of_part, CallFailure):
+            failures[index] = EnvironmentFailure(*of_part)
+        else:
+            remaining += part
+            scores += of_part
+    if len(remaining) < len(group.generations):
+        group = dataclasses.replace(group, generations=tuple(remaining), failures=failures)
+    columns = {
+        name: np.array([own[name] for _, own in scores], np.float32) for name in (scores[0][1] if scores else ())
+    }
+    return group, checked_rewards(task, group.problem, [reward for reward, _ in scores]), columns
 
 
-class _CallFailure(NamedTuple):
+class CallFailure(NamedTuple):
     """Kind and reason of the failure of a user's reward or judge."""
 
     kind: str
     reason: str
 
 
-async def _limited(work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float) -> Any:
+async def limited_call(
+    work: Awaitable[Any], component: Any, method: str, problem: Problem, timeout_seconds: float
+) -> Any:
     """Returns the result of a call of a component.
 
     If a user has defined the component and the call raises an exception or exceeds the time limit, returns the failure.
@@ -138,42 +164,52 @@ async def _limited(work: Awaitable[Any], component: Any, method: str, problem: P
     name = f"{type(component).__name__}.{method}"
     try:
         async with limit:
-            with user_code(component, method, problem.id):
+            with pending_call(f"{name} of problem {problem.id!r}"), user_code(component, method, problem.id):
                 return await work
     except UserCodeError as error:
-        failure = _CallFailure("raised", str(error))
+        failure, warning = CallFailure("raised", error.reason), str(error)
     except TimeoutError:
         if not limit.expired():
             raise
         late = f"did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}"
-        failure = _CallFailure("late", f"{name} of problem {problem.id!r} {late}.")
-    warn_repeatedly(name, failure.reason)
+        failure = CallFailure("late", warning := f"{name} of problem {problem.id!r} {late}.")
+    warn_repeatedly(name, warning)
     return failure
 
 
-def _rewards(task: Task, group: Group) -> list[Any]:
-    outcomes = [generation.outcome for generation in group.generations if generation.outcome is not None]
+async def _scores(
+    task: Task, problem: Problem, generations: Sequence[Generation]
+) -> list[tuple[Any, dict[str, float]]]:
+    """Returns the reward of each generation, and its parts by name."""
+    outcomes = [generation.outcome for generation in generations if generation.outcome is not None]
     if outcomes:
-        return [outcome.reward for outcome in outcomes]
+        return [(outcome.reward, {}) for outcome in outcomes]
+    if isinstance(task, HasRewards):
+        return await asyncio.gather(*(response_reward(task, problem, generation) for generation in generations))
     assert isinstance(task, Rewarded)
-    return [task.reward(group.problem, generation) for generation in group.generations]
+    return await in_daemon_thread(lambda: [(task.reward(problem, generation), {}) for generation in generations])
 
 
 def complete_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
-    """Returns the groups whose environment has not failed."""
-    return [group for group in graded if group.group.failure is None]
+    """Returns the groups that are not left out."""
+    return [group for group in graded if len(group.rewards)]
+
+
+def left_out_groups(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
+    """Returns the groups that are left out."""
+    return [group for group in graded if not len(group.rewards)]
 
 
 def environment_failures(graded: Sequence[GradedGroup]) -> list[EnvironmentFailure]:
-    """Returns the failures of the groups on which the environment failed."""
-    return [group.group.failure for group in graded if group.group.failure is not None]
+    """Returns the failures of all responses that are masked."""
+    return [failure for group in graded for failure in group.group.failures.values()]
 
 
 def usable_groups(graded: Sequence[GradedGroup], reads_judge: bool, on_failure: str) -> list[GradedGroup]:
     """Returns the groups that take part in the update.
 
     Args:
-      graded: Graded groups of a batch whose environment has not failed.
+      graded: Graded groups of a batch that are not left out.
       reads_judge: Whether the method reads the judge's output.
       on_failure: Value of `judge.on_failure`. "drop" leaves out the groups on which the judge failed if `reads_judge`,
         "drop_always" leaves them out with every method. With "distinct", each of their responses is its own cluster
@@ -197,10 +233,9 @@ def clustered(graded: Sequence[GradedGroup]) -> list[GradedGroup]:
     return [group for group in graded if isinstance(group.clustering, Clustering)]
 
 
-def cluster_ids(graded: Sequence[GradedGroup]) -> Int[np.ndarray, "P N"]:
-    """Returns the cluster ids [P, N], int32, of the P groups that have a clustering."""
-    ids = [group.clustering.ids for group in graded if isinstance(group.clustering, Clustering)]
-    return np.array(ids, np.int32).reshape(len(ids), -1 if ids else 0)
+def cluster_ids(graded: Sequence[GradedGroup]) -> list[Int[np.ndarray, " M"]]:
+    """Returns the cluster ids of each group that has a clustering, int32."""
+    return [np.asarray(one.clustering.ids, np.int32) for one in graded if isinstance(one.clustering, Clustering)]
 
 
 def judge_failures(graded: Sequence[GradedGroup]) -> list[JudgeFailure]:
@@ -227,21 +262,22 @@ def check_failed_fraction(graded: Sequence[GradedGroup], max_failed_fraction: fl
 
 
 def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction: float) -> None:
-    """Verifies that the environment did not fail too often.
+    """Verifies that failures of the environment or reward did not leave out too many groups.
 
     Args:
       graded: Graded groups of a batch.
-      max_failed_fraction: Maximum fraction of groups on which the environment may fail.
+      max_failed_fraction: Maximum fraction of groups that may be left out.
 
     Raises:
-      EpisodeError: If the environment failed on more than this fraction of the groups, or on all groups.
+      EpisodeError: If more than this fraction of the groups, or all groups, are left out.
     """
-    failures = environment_failures(graded)
-    if failures and (len(failures) > max_failed_fraction * len(graded) or len(failures) == len(graded)):
+    left_out = left_out_groups(graded)
+    if left_out and (len(left_out) > max_failed_fraction * len(graded) or len(left_out) == len(graded)):
+        is_all = len(left_out) == len(graded)
+        limit = f"more than rollouts.max_failed_fraction={max_failed_fraction:g} allows"
         raise EpisodeError(
-            f"The environment or reward failed on {len(failures)} of {len(graded)} prompts, but at most "
-            f"rollouts.max_failed_fraction={max_failed_fraction:g} of them, and not all, may fail. "
-            f"{_most_frequent(failures)}"
+            f"The environment or reward failed on {len(left_out)} of {len(graded)} prompts, "
+            f"{'so none is left' if is_all else limit}. {_most_frequent(environment_failures(left_out))}"
         )
 
 

@@ -24,6 +24,7 @@ from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.rollouts.text_encoding import replace_unencodable
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
+from poly_epo_jax.system.http_client import RequestError
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.system.text import SURROGATE
@@ -65,6 +66,8 @@ class Rollouts:
         prompts, replies and completions raise an error. The default exceeds the size of every vocabulary.
       turn_timeout_seconds: Maximum time in seconds of each call of an environment.
       grading_timeout_seconds: Maximum time in seconds of a user's reward or judge, see `grading.grade_groups`.
+      omits_failed_requests: Whether a problem whose request the servers reject is omitted, like a problem whose
+        environment failed, instead of raising an error.
     """
 
     def __init__(
@@ -77,10 +80,11 @@ class Rollouts:
         vocab_size: int = np.iinfo(np.int32).max,
         turn_timeout_seconds: float = 60.0,
         grading_timeout_seconds: float = 600.0,
+        omits_failed_requests: bool = False,
     ):
         self.sampler, self._stop_strings, self._vocab_size = sampler, stop_strings, vocab_size
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
-        self.grading_timeout_seconds = grading_timeout_seconds
+        self.grading_timeout_seconds, self._omits_failed_requests = grading_timeout_seconds, omits_failed_requests
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
         self.environments = Environments(task, turn_timeout_seconds) if isinstance(task, Interactive) else None
         self._conversations: set[asyncio.Task[Group]] = set()
@@ -114,7 +118,7 @@ class Rollouts:
     ) -> AsyncGenerator[Group, None]:
         """Yields a group for each problem, as soon as its last generation is complete.
 
-        The group of a problem whose environment failed repeatedly has no generations.
+        Responses on which the environment failed repeatedly are missing from their group, see `Group.failures`.
 
         Args:
           problems: Problems whose prompts are completed.
@@ -139,8 +143,8 @@ class Rollouts:
             try:
                 for completed in asyncio.as_completed(running):
                     group = await completed
-                    if group.failure is not None:
-                        reason = f"{group.failure.reason}. The prompt is left out"
+                    for failure in (one for one in group.failures.values() if one.kind != "server"):
+                        reason = f"{failure.reason}. The response is masked"
                         warn_repeatedly("environment", f"The environment failed repeatedly. {reason}.")
                     yield group
             finally:
@@ -161,13 +165,16 @@ class Rollouts:
                     play = self._play(self.environments, turns, completion.index, generation)
                     episodes[completion.index] = asyncio.create_task(play)
             results |= zip(episodes, await asyncio.gather(*episodes.values()), strict=True)
-        except BaseException:
+        except BaseException as error:
             await cancel_all(episodes.values())
-            raise
-        generations = [results[index] for index in range(len(turns.seeds))]
-        failure = next((one for one in generations if isinstance(one, EnvironmentFailure)), None)
-        complete = tuple(one for one in generations if isinstance(one, Generation))
-        return Group(turns.problem, turns.prompt_ids, () if failure else complete, failure)
+            if not (self._omits_failed_requests and isinstance(error, RequestError)):
+                raise
+            failure = EnvironmentFailure("server", str(error))
+            return Group(turns.problem, turns.prompt_ids, (), dict.fromkeys(range(len(turns.seeds)), failure))
+        found = sorted(results.items())
+        generations = tuple(one for _, one in found if isinstance(one, Generation))
+        failures = {index: one for index, one in found if isinstance(one, EnvironmentFailure)}
+        return Group(turns.problem, turns.prompt_ids, generations, failures)
 
     async def _play(
         self, environments: Environments, turns: Turns, index: int, first: Generation

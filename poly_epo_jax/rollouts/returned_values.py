@@ -1,5 +1,6 @@
 """Validates the values that tasks, judges and samplers return, because users may have implemented these components."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from reprlib import repr as _brief
@@ -21,6 +22,7 @@ from poly_epo_jax.types import (
     Outcome,
     PartialCredit,
     Problem,
+    Reward,
     Task,
 )
 
@@ -107,6 +109,39 @@ def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Flo
                 "number from 0 to 1; return a float, such as 1.0."
             )
     return np.array(numbers, np.float32)
+
+
+class InvalidRewardError(ValueError):
+    """Raised when a reward function returns an invalid value."""
+
+
+def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> float:
+    """Validates the result of a reward function for one response, and rescales it to [0, 1].
+
+    Args:
+      task: Task of the part.
+      part: The part of the reward, with its name.
+      problem: Problem of the response.
+      returned: The result.
+
+    Returns:
+      The value, or NaN for None.
+
+    Raises:
+      InvalidRewardError: If the result is not a list of one number in the range of the part, or of None.
+    """
+    is_list = isinstance(returned, list | tuple) or np.ndim(returned) == 1
+    value, (low, high) = returned[0] if is_list and len(returned) == 1 else "", part.range
+    if value is None:
+        return math.nan
+    number, rounding = _number(value), (high - low) * 2**-24
+    if number is None or not low - rounding <= number <= high + rounding:
+        raise InvalidRewardError(
+            f"{_name(task)}.rewards[{part.name!r}] returned {_describe(returned)} for problem {problem.id!r}, but must "
+            f"return a list with one number from {low:g} to {high:g}, or None, for the one completion; return floats, "
+            "or set Reward(function, range=(minimum, maximum))."
+        )
+    return min(max((number - low) / (high - low), 0.0), 1.0)
 
 
 def minimum_correct(task: Task) -> float:

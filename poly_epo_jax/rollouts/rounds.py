@@ -44,6 +44,8 @@ class Rounds:
       judge: Clusters the generations of each group.
       sampling: Function that maps a step to its sampling parameters.
       num_generations: Number N of generations per prompt.
+      min_group: Minimum number of generations on which neither environment nor reward failed. Groups with fewer are
+        left out.
       timeline: Records when each round is generated, graded and judged.
       stop: Interrupts waiting for a round when a shutdown is requested.
       started: The rounds that have not been received, in the order of their start.
@@ -54,6 +56,7 @@ class Rounds:
     judge: Judge
     sampling: Callable[[int], Sampling]
     num_generations: int
+    min_group: int
     timeline: Timeline
     stop: StopSignal
     started: list[Round] = dataclasses.field(default_factory=list)
@@ -70,8 +73,8 @@ class Rounds:
 
         async def make() -> _Share:
             groups = self.rollouts.generate(share, self.num_generations, self.sampling(step))
-            limit = self.rollouts.grading_timeout_seconds
-            graded = await grade_groups(groups, share, self.task, self.judge, clock=clock, timeout_seconds=limit)
+            limits = self.rollouts.grading_timeout_seconds, self.min_group
+            graded = await grade_groups(groups, share, self.task, self.judge, None, clock, *limits)
             counts: Metrics = {}
             for part in (self.task, self.judge, self.rollouts, self.rollouts.environments):
                 if isinstance(part, HasMetrics):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.types import Completion, ConcurrentCalls, Generation, Problem, Request, Sampler, Sampling
 
@@ -105,12 +106,15 @@ class TurnQueue:
     async def _call(self, waiting: Sequence[Pending]) -> None:
         requests = [one.request for one in waiting]
         missing = {(place, index) for place, one in enumerate(requests) for index in range(len(one.seeds))}
+        call = f"{type(self._sampler).__name__}.sample of problem {requests[0].problem_id!r}"
+        call += f" and {len(requests) - 1} more" * (len(requests) > 1)
         try:
-            async with contextlib.aclosing(self._sampler.sample(requests, self.sampling)) as completions:
-                async for completion in completions:
-                    if (key := (completion.request, completion.index)) in missing:
-                        missing.remove(key)
-                        waiting[completion.request].arrived.put_nowait(completion)
+            with pending_call(call):
+                async with contextlib.aclosing(self._sampler.sample(requests, self.sampling)) as completions:
+                    async for completion in completions:
+                        if (key := (completion.request, completion.index)) in missing:
+                            missing.remove(key)
+                            waiting[completion.request].arrived.put_nowait(completion)
             if missing:
                 counts = Counter(requests[place].problem_id for place, _ in missing)
                 problem, count = counts.most_common(1)[0]

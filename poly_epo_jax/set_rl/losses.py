@@ -8,7 +8,7 @@ named `clip_low` and `clip_high` are set by `algo.clip_low` and `algo.clip_high`
 so their result depends on its size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
 import jax
@@ -256,7 +256,9 @@ ZERO_GRADIENT_AT_ZERO_ADVANTAGE = {"ppo_clip", "cispo", "policy_gradient", "gspo
 pass of these sequences. `clip_cov` and `kl_cov` are excluded because they compare tokens of different sequences."""
 
 
-def token_weights(lengths: Scalars, length_normalization: str, max_length: int) -> Float[Array, "P N"]:
+def token_weights(
+    lengths: Scalars, length_normalization: str, max_length: int, num_generations: Sequence[int] | None = None
+) -> Float[Array, "P N"]:
     """Computes the weight 1 / (P N T_i) of each response token in J (paper appendix, Implementation Details).
 
     With "own" (GRPO), T_i is the length |y_i| of the response. All responses then have the same total weight, so a
@@ -270,6 +272,8 @@ def token_weights(lengths: Scalars, length_normalization: str, max_length: int) 
         count in P N.
       length_normalization: "own", "max" or "token".
       max_length: Maximum length of a response, in tokens.
+      num_generations: Number of generations of each prompt, which replaces N, if rows end with lengths of 0 that do not
+        count. If None, all N count.
 
     Returns:
       Weight of each token of a generation, [P, N].
@@ -278,14 +282,16 @@ def token_weights(lengths: Scalars, length_normalization: str, max_length: int) 
       ValueError: If `length_normalization` is unknown, or `lengths` is invalid (see `as_features`).
     """
     (lengths,) = as_features(lengths=lengths)
+    counts = [lengths.shape[1]] if num_generations is None else num_generations
+    sizes = float(len(lengths)) * jnp.asarray(counts)[:, None]  # int32 would overflow at 2^31 tokens
     divisors = {
         "own": jnp.maximum(lengths, 1),
         "max": jnp.full(lengths.shape, max_length),
-        "token": jnp.full(lengths.shape, jnp.maximum(lengths.sum(), 1) / lengths.size),
+        "token": jnp.full(lengths.shape, jnp.maximum(lengths.sum(), 1)) / sizes,
     }
     if length_normalization not in divisors:
         raise ValueError(f'length_normalization is "{length_normalization}", but must be "own", "max" or "token".')
-    return 1 / (float(lengths.size) * divisors[length_normalization])  # int32 would overflow at 2^31 tokens
+    return 1 / (sizes * divisors[length_normalization])
 
 
 def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Array, "*rows T"]:

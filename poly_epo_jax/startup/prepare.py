@@ -34,6 +34,7 @@ from poly_epo_jax.startup.resume_code import check_resume_code
 from poly_epo_jax.startup.rules import check_rules, task_rules
 from poly_epo_jax.step.advantages import check_estimator
 from poly_epo_jax.step.packing import row_tokens
+from poly_epo_jax.step.partial_groups import min_group
 from poly_epo_jax.system.limits import memory_limit
 from poly_epo_jax.types import Judge, Task
 
@@ -84,7 +85,8 @@ def prepare(config: Config) -> Prepared:
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
     judge = make_judge(config.judge, task)
-    check_estimator(config.algo, config.train.num_generations)
+    for size in {config.train.num_generations, min_group(config)}:
+        check_estimator(config.algo, size)
     model_config = _configured_shape(config, task)
     if max_sequence_tokens(config) > model_config.max_position:
         raise ConfigError(

@@ -20,13 +20,14 @@ from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
+from poly_epo_jax.rollouts.rewards import reward_parts
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.startup.rules import check_rules, command_rules, training_rules
 from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.tasks.problems import check_ids, source_weights
-from poly_epo_jax.types import Interactive, Judge, Rewarded, Task
+from poly_epo_jax.types import HasRewards, Interactive, Judge, Rewarded, Task
 
 KNOWN_NAMES: dict[str, Collection[str]] = {
     "task.name": TASKS,
@@ -95,16 +96,18 @@ def make_task(section: TaskSection) -> Task:
     """Builds the task that is selected by `task.name`, with `task.options`.
 
     Raises:
-      ConfigError: If the task has neither rewards nor episodes.
+      ConfigError: If the task has neither rewards nor episodes, or invalid rewards.
       ValueError: If two training problems or two held-out problems have the same id, or if weights of datasets are
         invalid.
     """
     task = TASKS[section.name](**section.options)
-    if not isinstance(task, Rewarded | Interactive):
+    if not isinstance(task, Rewarded | HasRewards | Interactive):
         raise ConfigError(
-            f"task.name={section.name!r} selects {type(task).__name__}, which has neither the method reward nor the "
-            "method start; define one of them."
+            f"task.name={section.name!r} selects {type(task).__name__}, which has neither the method reward, nor "
+            "rewards, nor the method start; define one of them."
         )
+    if isinstance(task, HasRewards):
+        reward_parts(task)
     check_ids(task.train_problems)
     check_ids(task.held_out_problems)
     source_weights(task)

@@ -221,7 +221,7 @@ def problems_digest(problems: Sequence[Problem]) -> str:
         [
             [
                 *(one.id, one.prompt, one.answer if isinstance(one.answer, plain) else type(one.answer).__name__),
-                *(one.chat, *one.tools, *filter(None, [one.system])),
+                *(one.chat, *one.tools, *([dict(one.columns)] if one.columns else []), *filter(None, [one.system])),
             ]
             for one in problems
         ]

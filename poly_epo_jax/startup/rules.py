@@ -11,7 +11,7 @@ from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.metrics.logged import held_out_metrics
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.set_rl import OBJECTIVES
-from poly_epo_jax.step.advantages import make_estimator
+from poly_epo_jax.step.advantages import OWN_FEATURES, make_estimator
 from poly_epo_jax.types import Interactive, Task
 
 MAX_SETS = 10**6  # maximum number of sets per prompt
@@ -174,6 +174,14 @@ def _estimator(config: Config) -> Rules:
         f"train.num_generations={num_generations} must be at least {estimator.min_generations} for {estimator.title} "
         f"with algo.options={dict(config.algo.options)}.",
     )
+    features = JUDGES[judge].features
+    known = estimator.reads if features is None else (*OWN_FEATURES, "clusters", *features)
+    missing = [name for name in estimator.reads if name not in known]
+    yield (
+        missing,
+        f"{estimator.title} reads {', '.join(missing)}, which judge.name={judge!r} does not provide; choose a judge "
+        "that does, or change algo.advantages or algo.objective.",
+    )
     yield (
         "clusters" in estimator.reads and not JUDGES[judge].clusters,
         f"{estimator.title} requires clusters, which judge.name={judge!r} does not provide; choose another judge, or a "
@@ -183,6 +191,11 @@ def _estimator(config: Config) -> Rules:
 
 def _rollouts(config: Config) -> Rules:
     rollouts, sampler = config.rollouts, SAMPLERS[config.rollouts.name]
+    yield (
+        rollouts.min_group > config.train.num_generations,
+        f"rollouts.min_group={rollouts.min_group} must be at most "
+        f"train.num_generations={config.train.num_generations}; lower it.",
+    )
     yield (
         sampler.needs_urls and not rollouts.urls,
         "rollouts.urls='' must be the address of at least one server of the policy.",

@@ -112,12 +112,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
             (word,) = generation_seeds(step, problem, 1)
             own = {name: features[name][place : place + 1] for name in estimator.reads}
             values = np.asarray(compiled(word, own))
-            expected = (1, next(iter(features.values())).shape[1])
-            if values.shape != expected:
-                raise ValueError(
-                    f"{estimator.title} computed advantages of shape {values.shape} instead of {expected}; correct the "
-                    "function of algo.advantages or algo.objective so that it returns one advantage per generation."
-                )
+            _check_shape(estimator, values.shape, next(iter(features.values())).shape[1])
             if not np.isfinite(values).all():
                 raise ValueError(
                     f"{estimator.title} computed a non-finite advantage for problem {problem.id!r} of step {step}; "
@@ -129,13 +124,21 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
     return advantages
 
 
+def _check_shape(estimator: Estimator, shape: tuple[int, ...], num_generations: int) -> None:
+    if shape != (expected := (1, num_generations)):
+        raise ConfigError(
+            f"{estimator.title} computed advantages of shape {shape} instead of {expected}; correct the function of "
+            "algo.advantages or algo.objective so that it returns one advantage per generation."
+        )
+
+
 def check_estimator(algo: AlgoSection, num_generations: int) -> None:
     """Traces the estimator on one prompt, so that mistakes in a user's function are reported at the start.
 
     Estimators that read other features than rewards, lengths, log-probabilities and clusters are not checked.
 
     Raises:
-      ConfigError: If the code of a user raises an exception.
+      ConfigError: If the code of a user raises an exception, or the advantages have another shape than the rewards.
     """
     estimator = make_estimator(algo)
     if not set(estimator.reads) <= {*OWN_FEATURES, "clusters"}:
@@ -145,19 +148,21 @@ def check_estimator(algo: AlgoSection, num_generations: int) -> None:
         for name in estimator.reads
     }
     try:
-        jax.eval_shape(estimator.advantages, jax.random.key(0), features)
+        traced = jax.eval_shape(estimator.advantages, jax.random.key(0), features)
     except Exception as error:
         if not (line := user_line(error)):
             raise
         raise ConfigError(
-            f"{estimator.title} raised {type(error).__name__}{line}: {first_line(error)} Objectives and advantage "
-            "estimators are compiled by JAX: use functions of jax.numpy instead of NumPy, and jnp.where instead of if."
+            f"{estimator.title} raised {type(error).__name__} for {num_generations} generations{line}: "
+            f"{first_line(error)} Objectives and advantage estimators are compiled by JAX: use functions of jax.numpy "
+            "instead of NumPy, and jnp.where instead of if."
         ) from error
+    _check_shape(estimator, traced.shape, num_generations)
 
 
 def has_signal(advantages: Float[np.ndarray, "P N"]) -> Bool[np.ndarray, " P"]:
-    """Returns which of P prompts have an advantage other than 0, and therefore affect the policy gradient."""
-    return np.abs(advantages).max(axis=1) > ZERO
+    """Returns which of P prompts have an advantage other than 0 and NaN, and therefore affect the policy gradient."""
+    return np.nan_to_num(np.abs(advantages)).max(axis=1) > ZERO
 
 
 CLIP_RANGE = ("clip_low", "clip_high")
@@ -189,13 +194,14 @@ def _marginal_set(algo: AlgoSection) -> Estimator:
         def advantages(key: jax.Array, features: Features) -> jax.Array:
             prompts, generations = next(iter(features.values())).shape[:2]
             if num_sets:  # each prompt draws its own sets, without replacement
-                draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=num_sets)
+                drawn = min(num_sets, math.comb(generations, n))
+                draw = partial(set_rl.sample_sets, num_generations=generations, set_size=n, num_sets=drawn)
                 sets = jax.vmap(draw)(jax.random.split(key, prompts))
             else:
                 sets = set_rl.enumerate_sets(generations, n)
             return set_rl.marginal_set_advantages(objective.score, sets, **features)
 
-    return Estimator(advantages, set_rl.features_read(objective.score), objective.title)
+    return Estimator(advantages, set_rl.features_read(objective.score), objective.title, n + 1)
 
 
 def _factory(

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from poly_epo_jax import set_rl
 from poly_epo_jax.step.packing import PackedBatch, TrainingSequence, ZeroAdvantageBatch
+from poly_epo_jax.step.partial_groups import padded
 from poly_epo_jax.types import GradedGroup
 
 GRADIENT_COST = 3
@@ -46,8 +47,9 @@ class MinibatchPacker:
 
         Args:
           graded: Graded groups. There may be fewer groups than prompts in a batch, if the judge failed on some.
-          advantages: Advantages [P, N] of their generations. NaN for generations that are left out, see `Truncation`.
-            They count in the means over prompts and generations, but their tokens do not count.
+          advantages: Advantages [P, N] of their generations, see `group_advantages`. Generations whose advantage is NaN
+            are left out, see `Truncation`: they count in the means over prompts and generations, but their tokens do
+            not count. The mean over the generations of a group is over its M generations.
 
         Returns:
           The microbatches of each minibatch. With fewer groups than minibatches, each group forms its own minibatch,
@@ -63,13 +65,15 @@ class MinibatchPacker:
         if not graded:
             return []
         groups = [graded_group.group for graded_group in graded]
-        lengths = np.array([[y.loss_mask.sum() for y in group.generations] for group in groups])
+        rows = [[y.loss_mask.sum() for y in group.generations] for group in groups]
+        lengths = padded(rows, advantages.shape[1]).astype(int)
         lengths[np.isnan(advantages)] = 0
-        weights = set_rl.token_weights(lengths, self.length_normalization, self.max_tokens)
+        sizes = [len(group.generations) for group in groups]
+        weights = set_rl.token_weights(lengths, self.length_normalization, self.max_tokens, sizes)
         sequences = [
             TrainingSequence(group.prompt_ids, y.token_ids, y.logprobs, y.loss_mask, float(advantage), float(weight))
             for group, *rows in zip(groups, advantages, np.asarray(weights), strict=True)
-            for y, advantage, weight in zip(group.generations, *rows, strict=True)
+            for y, advantage, weight in zip(group.generations, *rows, strict=False)
             if not np.isnan(advantage)
         ]
         found = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)

@@ -12,6 +12,7 @@ from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, i
 from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.records.run_folder import generation_rows
 from poly_epo_jax.rollouts.grading import cluster_ids, clustered, judge_failures
+from poly_epo_jax.rollouts.rewards import mean_parts
 from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.types import Generation, GradedGroup, Metrics
 
@@ -38,7 +39,7 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
     # Number of steps by which the weights that sampled a token were older than the policy that is trained.
     ages = np.concatenate([step - 1 - y.weight_versions[y.loss_mask] for y in generations])
     rollouts = {
-        "reward": float(np.stack([graded.rewards for graded in groups]).mean()),
+        "reward": float(np.concatenate([graded.rewards for graded in groups]).mean()),
         "solved": float(np.mean([graded.correct.any() for graded in groups])),
         "response/length": mean_length(groups),
         "response/truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
@@ -47,7 +48,7 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "response/max_staleness": float(ages.max()),
         "judge/failed_prompts": float(failures.total()),
     }
-    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()}
+    failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()} | mean_parts(groups)
     others = _source_metrics(groups) | _episode_metrics(generations)
     return rollouts | failed | others | cluster_metrics(clustered(groups), set_size)
 
@@ -110,20 +111,21 @@ def cluster_metrics(groups: Sequence[GradedGroup], set_size: int) -> Metrics:
       set_size: Set size n.
 
     Returns:
-      The metrics. `clusters/synergy` is the mean absolute value of the covariance term of the marginal advantages.
+      The metrics. `clusters/synergy` is the mean absolute value of the covariance term of the marginal advantages, over
+      the prompts with more than n generations.
     """
     if not groups:
         return {}
-    rewards, correct = np.stack([graded.rewards for graded in groups]), np.stack([graded.correct for graded in groups])
-    clusters, num_generations = cluster_ids(groups), rewards.shape[1]
+    clusters = cluster_ids(groups)
+    rows = [(one.rewards[None], one.correct[None], ids[None]) for one, ids in zip(groups, clusters, strict=True)]
     # A single call with all prompts would compile its operations again for each number of prompts.
-    synergy = [_synergy(*row, set_size=set_size) for row in zip(rewards[:, None], clusters[:, None], strict=True)]
-    return {
-        "clusters/correct": float(correct_clusters(clusters, correct, num_generations).mean()),
-        "clusters/incorrect": float(incorrect_clusters(clusters, correct, num_generations).mean()),
-        "clusters/degenerate_fraction": degenerate_share(clusters),
-        "clusters/synergy": float(np.abs(synergy).mean()),
-    }
+    synergy = [_synergy(rewards, ids, set_size=set_size) for rewards, _, ids in rows if ids.size > set_size]
+    means = {
+        "clusters/correct": np.mean([correct_clusters(ids, correct, ids.size) for _, correct, ids in rows]),
+        "clusters/incorrect": np.mean([incorrect_clusters(ids, correct, ids.size) for _, correct, ids in rows]),
+        "clusters/degenerate_fraction": degenerate_share(np.concatenate(clusters)),
+    } | ({"clusters/synergy": np.abs(np.concatenate(synergy, axis=1)).mean()} if synergy else {})
+    return {name: float(mean) for name, mean in means.items()}
 
 
 @functools.partial(Jit, static_argnames="set_size")
@@ -148,19 +150,18 @@ def logged_generations(
     """Creates the rows of generations.jsonl, without the step.
 
     Args:
-      groups: Graded groups of all prompts of the step.
+      groups: Graded groups of all prompts of the step, with those that are left out.
       usable: Graded groups that take part in the update. Their clusterings are not logged.
-      advantages: Advantages [P, N] of these P groups. NaN for generations that are left out.
+      advantages: Advantages [P, N] of these P groups, see `group_advantages`. NaN for generations that are left out.
 
     Returns:
-      A row for each generation of `groups`. The advantage is None if the group takes no part in the update. NaN is
-      written as null.
+      The rows of `generation_rows`, with the advantage. It is None if the generation takes no part in the update. NaN
+      is written as null.
     """
     advantages_of = dict(zip([graded.group for graded in usable], advantages.tolist(), strict=True))
     rows = []
     for graded in groups:
         own = {"occurrence": graded.group.problem.occurrence}
-        group_advantages = advantages_of.get(graded.group, [None] * len(graded.rewards))
-        shared = generation_rows(graded)
-        rows += [row | own | {"advantage": advantage} for row, advantage in zip(shared, group_advantages, strict=True)]
+        known = dict(zip(graded.group.indices, advantages_of.get(graded.group, []), strict=False))
+        rows += [row | own | {"advantage": known.get(row["generation"])} for row in generation_rows(graded)]
     return rows

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from poly_epo_jax.config.keys import Config
+from poly_epo_jax.step.partial_groups import padded
 from poly_epo_jax.types import GradedGroup, Metrics
 
 DEFAULT_FRACTION = 0.2
@@ -43,24 +44,25 @@ class Truncation:
 
         Args:
           graded: Graded groups.
-          advantages: Advantages [P, N] from the estimator.
+          advantages: Advantages [P, N] from the estimator, see `group_advantages`.
 
         Returns:
           A tuple of the advantages to train with, which are NaN for responses that are left out, and metrics.
         """
         if self.mode == "train":
             return advantages, {}
-        generations = [y for group in graded for y in group.group.generations]
-        is_truncated = np.array([y.finish_reason == "length" for y in generations], bool).reshape(advantages.shape)
+        generations, num_generations = [group.group.generations for group in graded], advantages.shape[1]
+        is_truncated = padded([[y.finish_reason == "length" for y in own] for own in generations], num_generations) > 0
         if self.mode == "mask":
             return np.where(is_truncated, np.nan, advantages), {"response/masked": float(is_truncated.sum())}
-        lengths = np.array([len(y.token_ids) for y in generations], int).reshape(advantages.shape)
+        lengths = padded([[len(y.token_ids) for y in own] for own in generations], num_generations)
         excess = (lengths - (self.max_tokens - self.overlong_tokens)) / self.overlong_tokens
         penalties = self.coef * np.where(is_truncated, 1.0, excess.clip(0, 1))
         # The first penalty is subtracted before the mean is computed, so that the result for equal penalties is 0.
         centered = penalties - penalties[:, :1]
-        centered -= centered.mean(axis=1, keepdims=True)
-        mean = float(penalties.sum() / max(penalties.size, 1))
+        exists = ~np.isnan(advantages)
+        centered -= centered.mean(axis=1, keepdims=True, where=exists)
+        mean = float(penalties[exists].sum() / max(exists.sum(), 1))
         return (advantages - centered).astype(advantages.dtype), {"response/penalty": mean}
 
 

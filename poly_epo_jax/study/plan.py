@@ -84,7 +84,7 @@ class StudyRun:
         for benchmark in self.benchmarks:
             expected = about_evaluation(self.config, benchmark, weights, number, judged, digests)
             folder = self.folder.parent.parent / EVALUATION / benchmark_label(benchmark) / self.key.label
-            if not (folder / RESULTS).exists():
+            if not (folder / RESULTS).exists() or read_object(folder / RESULTS, "delete the folder").get("failed"):
                 return False
             saved = read_object(folder / ABOUT, "delete the folder")
             expected["digests"] = saved.get("digests", {}) | expected["digests"]

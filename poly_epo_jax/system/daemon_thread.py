@@ -2,8 +2,9 @@
 
 import asyncio
 import contextvars
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
 from typing import TypeVar
 
@@ -37,6 +38,31 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         thread.name = _ABANDONED
         raise
+
+
+async def in_background_loop(work: Awaitable[T]) -> T:
+    """Awaits user code in an event loop that runs in a daemon thread until the process ends.
+
+    User code that blocks this loop does not block the caller's loop. All calls share the loop, because clients and
+    semaphores of user code belong to one loop. If the caller is cancelled, `work` is cancelled.
+    """
+
+    async def call() -> T:
+        try:
+            return await work
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
+            # Unless the caller has been cancelled, they would end the loop, or cancel the caller.
+            task, error = asyncio.current_task(), RuntimeError(f"{type(raised).__name__}: {raised}")
+            raise (raised if task and task.cancelling() else error) from None
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), _background_loop()))
+
+
+@functools.cache
+def _background_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="user code", daemon=True).start()
+    return loop
 
 
 def num_abandoned_threads() -> int:

@@ -41,6 +41,10 @@ class ServerError(ConnectionError):
     """Raised when a server cannot be used. The message contains its address and the remedy."""
 
 
+class RequestError(ServerError):
+    """Raised when a single request has failed finally. The servers can still be used for other requests."""
+
+
 class InvalidResponseError(httpx.HTTPError):
     """Raised when a response is invalid. The message names the invalid field."""
 
@@ -265,12 +269,14 @@ async def wait_until_healthy(
                     print(f"{name} is ready.", file=sys.stderr)
                 return
             waited = time.monotonic() - start
-            if waited >= seconds or status in (401, 403):
+            is_rejected = status in (401, 403)
+            if waited >= seconds or is_rejected:
+                limit = f" within {seconds:g} s" if seconds and not is_rejected else ""
                 raise ServerError(
-                    f"{name} did not become healthy within {waited:.0f} s: GET {url}: {problem}; start it, or correct "
-                    "its address or key."
+                    f"{name} did not become healthy{limit}: GET {url}: {problem}; start it, or correct its address or "
+                    "key."
                 )
             if not announced:
                 announced = True
-                print(f"Waiting up to {seconds:.0f} s for {name} (GET {url}: {problem}) ...", file=sys.stderr)
+                print(f"Waiting up to {seconds:g} s for {name} (GET {url}: {problem}) ...", file=sys.stderr)
             await asyncio.sleep(min(1.0, seconds - waited))

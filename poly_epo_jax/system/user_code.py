@@ -12,7 +12,16 @@ _tracebacks: dict[tuple[str, str], str] = {}  # files by type and line of the ex
 
 
 class UserCodeError(ValueError):
-    """Raised when a component of a user raises an exception. The message states the component, problem and line."""
+    """Raised when a component of a user raises an exception. The message ends with the file of the traceback.
+
+    Args:
+      reason: One sentence with the component, the problem, the line and the exception.
+      traceback_file: File that contains the traceback.
+    """
+
+    def __init__(self, reason: str, traceback_file: str):
+        super().__init__(f"{reason} A traceback is in {traceback_file}.")
+        self.reason = reason
 
 
 @contextlib.contextmanager
@@ -39,7 +48,8 @@ def user_code(component: object, method: str, problem: str) -> Iterator[None]:
             _tracebacks[kind, line] = file.name
         raise UserCodeError(
             f"{type(component).__name__}.{method} raised {kind} for problem {problem!r}{line}: "
-            f"{str(error).rstrip('.')}. A traceback is in {_tracebacks[kind, line]}."
+            f"{str(error).rstrip('.')}.",
+            _tracebacks[kind, line],
         ) from error
 
 

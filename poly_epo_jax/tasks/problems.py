@@ -12,6 +12,7 @@ from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.text import SURROGATE
 from poly_epo_jax.tasks.answers import reference_answer, visible
 from poly_epo_jax.tasks.arrow_rows import table_rows
+from poly_epo_jax.tasks.data_sets import read_data_set
 from poly_epo_jax.types import ComparesAnswers, Interactive, Mixed, Problem, Task
 
 SLOT = "{problem}"
@@ -90,7 +91,7 @@ def read_source(source: str) -> list[dict[str, Any]]:
             f"{place} was written by save_to_disk; load it with datasets.load_from_disk, write a split with "
             "to_parquet, and set the path of that .parquet file."
         )
-    rows = _READERS[path.suffix](path) if is_file else _read_data_set(source)
+    rows = _READERS[path.suffix](path) if is_file else read_data_set(source)
     if not rows:
         raise ValueError(f"{source} contains no rows.")
     return rows
@@ -120,24 +121,6 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         return table_rows(pyarrow.parquet.read_table(path))
     except pyarrow.ArrowException as error:
         raise ValueError(f"Failed to read {path} as Parquet: {error}") from None
-
-
-def _read_data_set(source: str) -> list[dict[str, Any]]:
-    # Importing datasets takes seconds and is not required for files.
-    import datasets
-
-    name, *configuration, split = source.split(":") if ":" in source else (source, "train")
-    try:
-        data_set: Any = datasets.load_dataset(name, *configuration, split=split)
-    except OSError as error:
-        raise OSError(
-            f"The dataset {source!r} cannot be reached: {error}; check its name, or download it and set its path."
-        ) from None
-    except (ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
-        ) from None
-    return table_rows(data_set.with_format("arrow")[:])
 
 
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by save_to_disk of a dataset, and of several splits

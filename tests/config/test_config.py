@@ -168,6 +168,7 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"algo.options": {"bonus": 1}}, ["algo.options has 'bonus'", "marginal_set"]),
         ({"rollouts.options": {"path": "x"}}, ["rollouts.options has 'path'", "embedded"]),
         ({"judge.max_failed_fraction": 1.5}, ["judge.max_failed_fraction=1.5", "between 0 and 1"]),
+        ({"rollouts.min_group": 9}, ["rollouts.min_group=9", "train.num_generations=8"]),
         ({"rollouts.weight_sync": "nccl"}, ["rollouts.weight_sync='nccl'", "disk, tensor"]),
         ({"sampling.top_p": 0.9}, ["sampling.top_p=0.9 and sampling.top_k=0 would bias the gradient", "top_p=1"]),
         ({"sampling.top_k": 20}, ["sampling.top_p=1.0 and sampling.top_k=20 would bias the gradient"]),
@@ -222,6 +223,7 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"algo.loss_options": {"cov_fraction": 0.5}}, ["algo.loss_options", "ppo_clip", "dual_clip"]),
         ({"algo.loss_options": {"dual_clip": 0.5}}, ["algo.loss_options.dual_clip=0.5", "be 0, or lie between 1 and"]),
         ({"algo.loss_options": {"clip_low": 0.1}}, ["algo.loss_options has 'clip_low'", "set algo.clip_low"]),
+        ({"algo.advantages": "rep_exp"}, ["reads embeddings", "judge.name='exact' does not provide"]),
         ({"judge.name": "none", "algo.advantages": "darling"}, ["judge.name='none'", "DARLING requires clusters"]),
     ],
 )

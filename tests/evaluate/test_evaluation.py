@@ -28,12 +28,14 @@ from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
 from poly_epo_jax.evaluate.results import INTERVALS, compute_results
 from poly_epo_jax.judges import NoJudge
+from poly_epo_jax.metrics.evaluation import omissions
 from poly_epo_jax.model import hf
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
-from poly_epo_jax.types import Completion, Generation, HasAnswers, Params, Problem, Request, Sampling
+from poly_epo_jax.types import Completion, Generation, HasAnswers, Params, Problem, Request, Sampling, Task
 
 ROOT = Path(__file__).parents[2]
 PROBLEMS = [Problem(f"problem {i}", f"{i}:", "a") for i in range(9)]
@@ -103,6 +105,44 @@ def test_interrupted_evaluation_keeps_completed_problems_and_resumes(tmp_path: P
     assert draw(tmp_path / "broken", SeededLetters(groups_before_failure=0)) == [
         9
     ]  # all problems are complete, so nothing is requested
+
+
+class Undecided(VotedLetters):
+    """Has answers and rewards that raise an exception for one problem each."""
+
+    def answer(self, problem: Problem, generation: Generation) -> str | None:
+        return super().answer(problem, generation) if problem.id != "problem 2" else str(1 / 0)
+
+    def reward(self, problem: Problem, generation: Generation) -> float:
+        return super().reward(problem, generation) if problem.id != "problem 5" else 1 / 0
+
+
+class Stopped(SeededLetters):
+    """Ends before the request of a problem, after the responses to all others were written."""
+
+    async def sample(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        (*others, _), count = requests, len(PROBLEMS) - 1
+        async for completion in super().sample(others, sampling):
+            yield completion
+        await until(lambda: self.completed[-1] == count)
+        raise ServerError("all servers have failed")
+
+
+def test_an_evaluation_ends_although_problems_fail(tmp_path: Path):
+    def draw_from(sampler: SeededLetters, task: Task, problems: Sequence[Problem] = PROBLEMS) -> dict[str, str]:
+        open_folder(tmp_path, {})
+        benchmark, sampling = Benchmark("letters", task, problems), Sampling(2, seed=7)
+        rollouts, show = sampler.rollouts(task), sampler.completed.append
+        return asyncio.run(draw_generations(tmp_path, rollouts, benchmark, NoJudge(), 4, sampling, show))
+
+    failed = draw_from(SeededLetters(), Undecided(), PROBLEMS[:7])
+    assert sorted(failed) == ["problem 2", "problem 5"]
+    assert "Undecided.answer raised ZeroDivisionError for problem 'problem 2'" in failed["problem 2"]
+    assert "Undecided.reward raised ZeroDivisionError for problem 'problem 5'" in failed["problem 5"]
+    assert draw_from(Stopped(), VotedLetters()) == {"problem 8": "all servers have failed"}
+    assert compute_results(tmp_path)["num_problems"] == 8
+    last = SeededLetters()
+    assert not draw_from(last, VotedLetters()) and last.requested == ["problem 8"]
 
 
 def test_folder_with_another_description_is_rejected(tmp_path: Path):
@@ -188,14 +228,15 @@ def test_answers_that_a_task_considers_equal_are_different_votes_if_only_one_is_
 
 
 def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
-    """Writes generations.jsonl from tuples (problem, letter, cluster)."""
+    """Writes generations.jsonl from tuples (problem, letter, cluster). The environment failed if the letter is "!"."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / GENERATIONS).open("w") as file:
         for number, (problem, letter, cluster) in enumerate(rows):
             row = {"problem": problem, "prompt": "x", "gold": "a", "generation": number, "response": letter}
             row |= {"reward": float(letter == "a"), "correct": letter == "a", "cluster": cluster, "rationale": None}
-            row |= {"answer": {"a": 0, "b": 1, "c": 1, "d": -1}[letter], "answer_text": letter}
-            row |= {"token_ids": [LETTERS.index(letter), 9], "finish_reason": "stop"}
+            row |= {"answer": {"a": 0, "b": 1, "c": 1}.get(letter, -1), "answer_text": letter}
+            row |= {"token_ids": [LETTERS.find(letter), 9], "finish_reason": "stop"}
+            row |= {"reward": None, "correct": None, "failure": "raised", "reason": "."} if letter == "!" else {}
             file.write(json.dumps(row) + "\n")
     return folder
 
@@ -218,6 +259,25 @@ def test_results_by_hand(tmp_path: Path):
         {"problem": "hard", "num_correct": 1, "num_generations": 4},
     ]
     assert all(metric["low"] <= metric["mean"] <= metric["high"] for metric in found["metrics"].values())
+
+
+def test_results_by_hand_with_failed_generations(tmp_path: Path):
+    """Metrics at k are means over the problems with at least k other generations."""
+    rows = [
+        (problem, letter, 1)
+        for problem, letters in (("easy", "aa!b"), ("hard", "bcda"), ("one", "!!!a"), ("none", "!!!!"))
+        for letter in letters
+    ]
+    found = compute_results(write(tmp_path, rows))
+    mean = {name: metric["mean"] for name, metric in found["metrics"].items()}
+    assert mean["pass@1"] == pytest.approx((2 / 3 + 1 / 4 + 1) / 3) and mean["solved"] == 1
+    assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert mean["pass@3"] == pytest.approx((1 + 3 / 4) / 2)
+    assert found["metrics"]["pass@4"] == {"mean": 1.0, "low": None, "high": None}
+    assert mean["majority_accuracy@4"] == 0 and mean["correct_clusters@2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert (found["num_problems"], found["num_generations"], found["num_failed"]) == (3, 4, 8)
+    assert [(row["num_correct"], row["num_generations"]) for row in found["per_problem"]] == [(2, 3), (1, 4), (1, 1)]
+    assert "8 responses are omitted" in omissions([found])
 
 
 def test_fractions_of_0_and_1_have_wide_intervals(tmp_path: Path):
@@ -332,6 +392,43 @@ def test_resumed_evaluation_has_the_same_results(model: Path, tmp_path: Path):
     for name in (GENERATIONS, "results.json"):
         whole = tmp_path / "whole" / "polynomial" / "tiny" / name
         assert path.with_name(name).read_bytes() == whole.read_bytes()
+
+
+OWN_TASK = """
+from pathlib import Path
+
+from configs import polynomial
+from poly_epo_jax.tasks import TASKS, PolynomialTask
+
+class Broken(PolynomialTask):
+    def reward(self, problem, generation):
+        if problem == self.held_out_problems[1] and not Path(__file__).with_name("repaired").exists():
+            raise ArithmeticError("not repaired")
+        return super().reward(problem, generation)
+
+TASKS["broken"] = Broken
+
+def get_config(method="poly_epo"):
+    config = polynomial.get_config(method)
+    config.task.name = "broken"
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_problems_that_fail_are_listed_and_generated_again(fork_server: ForkServer, model: Path, tmp_path: Path):
+    config, output = tmp_path / "own.py", tmp_path / "out"
+    config.write_text(OWN_TASK)
+    arguments = [*flags(model, output, config), "--benchmarks=broken", "--max_problems=3"]
+    ended, folder = fork_server.run("poly_epo_jax.evaluate", arguments), output / "broken" / "tiny"
+    results = json.loads((folder / "results.json").read_text())
+    ((problem, reason),) = results["failed"].items()
+    assert ended.returncode == 3 and "Broken.reward raised ArithmeticError" in reason and results["num_problems"] == 2
+    assert f"{problem} failed: {reason}\n1 problems failed." in ended.stderr
+    config.with_name("repaired").touch()
+    assert fork_server.run("poly_epo_jax.evaluate", arguments).returncode == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["num_problems"], results["failed"]) == (3, {})
 
 
 @pytest.mark.slow

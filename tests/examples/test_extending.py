@@ -1,4 +1,4 @@
-"""Tests of the files in docs/how_to/extend.md, which run exactly as shown."""
+"""Tests of the files in docs/how_to/extend.md, which run exactly as shown, and of examples/boxes.py."""
 
 import json
 import re
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 # Trains a base policy that is sometimes correct. All tests share the base policy and the compiled programs.
 SHORT = SETTINGS | {"base.clean_steps": 300, "train.num_steps": 2, "log.generations_every": 1}
 Train = Callable[..., list[dict]]
+BOXES = ROOT / "examples" / "boxes.py"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mine")
     for name, text in FILES.items():
         (folder / name).write_text(text)
+    (folder / BOXES.name).write_text(BOXES.read_text())
     return folder
 
 
@@ -64,8 +66,9 @@ def advantages(folder: Path) -> list[float]:
 
 
 def test_all_files_are_covered():
-    covered = set(re.findall(r'train\(\s*"(\w+\.py)"', Path(__file__).read_text()))
-    assert FILES.keys() == covered | {"my_family.py"}  # covered by test_model_family.py
+    covered = set(re.findall(r'train\(\s*"(\w+\.py)', Path(__file__).read_text()))
+    covered_elsewhere = {"my_family.py"}  # by test_model_family.py
+    assert FILES.keys() | {BOXES.name} == covered | covered_elsewhere
 
 
 def test_a_single_turn_task(train: Train, folder: Path):
@@ -123,13 +126,23 @@ def test_invalid_options_of_a_loss_are_rejected(command, option: str, value: obj
     assert all(text in done.stderr for text in expected), done.stderr
 
 
-def test_a_task_with_two_turns_is_learned(train: Train, folder: Path):
+def test_an_environment_is_learned_and_its_judge_clusters_by_box(train: Train, folder: Path):
     small = {key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")}
     few = {"train.prompts_per_batch": 16, "train.prompts_per_minibatch": 8, "eval.num_generations": 8}
-    rows = train("my_task.py", "my-task", **small, **few, **{"train.num_steps": 14})
+    fast = {"optimizer.learning_rate": 3e-3, "optimizer.schedule": "constant", "train.num_steps": 14}
+    rows = train("boxes.py:grpo", "boxes-grpo", **small, **few, **fast, **{"log.generations_every": 1})
     rewards = [row["reward"] for row in rows]
     assert 0.1 < rewards[0] < 0.45
     assert np.mean(rewards[-5:]) > 2 * rewards[0]
+    clusters: dict[tuple, dict[str, int]] = {}
+    for row in read_rows(folder / "runs/boxes-grpo" / GENERATIONS):
+        known = clusters.setdefault((row["step"], row["problem"], row["occurrence"]), {})
+        opened = row["turns"][0] if row["turns"][0] in [*"abcdef"] else ""
+        assert known.setdefault(opened, row["cluster"]) == row["cluster"]
+        is_named = bool(opened) and opened in row["prompt"]
+        assert row["correct"] == (is_named and f"={row['turns'][-1]}" == row["turns"][1])
+        assert (row["cluster"] == DEGENERATE_CLUSTER) == (opened == "")
+    assert all(len(set(known.values())) == len(known) for known in clusters.values())
 
 
 KILLED = """
@@ -141,7 +154,7 @@ KILLED = """
 
 
 def test_a_run_killed_in_an_episode_resumes_with_the_same_bytes(command, folder: Path):
-    text = FILES["my_task.py"].replace("import random\n", "import itertools, os, pathlib, random, signal\n")
+    text = BOXES.read_text().replace("import random\n", "import itertools, os, pathlib, random, signal\n")
     text = text.replace("    async def reply(self, generation):\n", KILLED.lstrip("\n"))
     (folder / "killed.py").write_text(
         text.replace("class BoxesEpisode", "REPLIES = itertools.count()\n\n\nclass BoxesEpisode")

@@ -102,6 +102,8 @@ def test_the_page_runs_as_typed(folder: Path, tmp_path: Path, caches: dict[str, 
         _check_clusters(rows)
         (before, after) = rows_of(folder / "runs" / name, "eval/largest_cluster")
         assert 1 / 16 <= min(before["eval/largest_cluster"], after["eval/largest_cluster"]) <= 1
+    run(folder, f"{train.replace('sentences', 'two_rewards')} {flags}")  # imports sentences.py from this folder
+    _check_rewards(folder / "runs" / "poly_epo-two-rewards")
     output = run_module(fork_server, folder, f"{evaluate} {flags}".replace("=64", "=8"))
     assert "largest" in output
     for model in ("base", "grpo", "poly_epo"):
@@ -135,6 +137,22 @@ def _check_clusters(rows: list[dict]) -> None:
             known = clusters.setdefault((row["step"], row["problem"]), {})
             assert known.setdefault(found[0], row["cluster"]) == row["cluster"]
     assert all(len(set(known.values())) == len(known) for known in clusters.values())
+
+
+def _check_rewards(run: Path) -> None:
+    """Checks the weighted mean of the two rewards of each response, and their logged means."""
+    rows = read_rows(run / GENERATIONS)
+    assert rows
+    for row in rows:
+        parts = {"contains_word": float(row["problem"] in re.findall("[a-z]+", row["response"].lower()))}
+        parts["brevity"] = 1 - min(len(row["response"]), 100) / 100
+        assert row["rewards"] == pytest.approx(parts)
+        assert row["reward"] == pytest.approx((parts["contains_word"] + 0.25 * parts["brevity"]) / 1.25)
+        assert row["correct"] == (parts["contains_word"] == 1)
+    last = rows_of(run)[-1]
+    for name in ("contains_word", "brevity"):
+        found = [row["rewards"][name] for row in rows if row["step"] == last["step"]]
+        assert last[f"rewards/{name}"] == pytest.approx(np.mean(found))
 
 
 @pytest.mark.parametrize(

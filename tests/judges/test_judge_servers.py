@@ -101,7 +101,7 @@ def judged(judge: LLMJudge) -> Clustering:
         await judge_identity(judge)
         graded = await grade_groups(groups(), PROBLEMS[:1], ByLetter(), judge)
         check_failed_fraction(graded, 0.25)
-        assert cluster_ids(graded).tolist() == [[1, 2]] and isinstance(graded[0].clustering, Clustering)
+        assert cluster_ids(graded)[0].tolist() == [1, 2] and isinstance(graded[0].clustering, Clustering)
         return graded[0].clustering
 
     return asyncio.run(main())

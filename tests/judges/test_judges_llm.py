@@ -1,6 +1,7 @@
 """Tests of the language model judge with valid, invalid, late, failing and unreachable servers."""
 
 import asyncio
+import contextvars
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from poly_epo_jax.judges.capacity import capacity_warnings, warn_capacity
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.judges.prompt import build_messages, load_rubric
 from poly_epo_jax.system import http_client as servers
+from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.tasks import PolynomialTask
 from poly_epo_jax.types import Clustering, Group, Judge, JudgeFailure, JudgeLoad, Problem
 
@@ -139,6 +141,9 @@ def test_an_invalid_reply_is_retried_with_another_seed(serve, bad):
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert bodies[0] == bodies[1] == bodies[2]
     assert not server.backoffs
+    in_evaluation = contextvars.copy_context()
+    in_evaluation.run(EVALUATES.set, True)
+    assert in_evaluation.run(judge.metrics)["judge/retries"] == 0.0
     assert judge.metrics()["judge/retries"] == 2.0
     assert judge.metrics()["judge/retries"] == 0.0
 

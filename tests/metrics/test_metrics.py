@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, distinct_clusters, incorrect_clusters
-from poly_epo_jax.metrics.evaluation import omitted_metrics, problem_values
+from poly_epo_jax.metrics.evaluation import omissions, problem_values
 from poly_epo_jax.metrics.majority import NO_ANSWER
 from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
 
@@ -111,6 +111,6 @@ def test_majority_is_omitted_without_answers():
     correct = np.array([[True, False]])
     without = problem_values({"correct": correct, "answers": np.full((1, 2), NO_ANSWER)})
     some = problem_values({"correct": correct, "answers": np.array([[0, NO_ANSWER]])})
-    assert "majority_accuracy@2" in some and not omitted_metrics(some)
+    assert "majority_accuracy@2" in some and not omissions([{"metrics": some}])
     assert not any(name.startswith(("majority", "answer")) for name in without)
-    assert "no response has an answer" in omitted_metrics(without)
+    assert "no response has an answer" in omissions([{"metrics": without}])

@@ -1,10 +1,12 @@
 """Progress of long computations. test_tracking.py tests the display of a training run."""
 
+import contextlib
 import re
 
 import pytest
 
 from poly_epo_jax.records import progress
+from poly_epo_jax.system.pending_calls import pending_call
 
 
 @pytest.fixture
@@ -33,6 +35,31 @@ def test_a_terminal_shows_a_bar_and_no_lines(capsys, monkeypatch: pytest.MonkeyP
         show(40)
     out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     assert "40/40" in out and "━" in out and "problems 0/40" not in out
+
+
+def test_pending_calls_are_named_after_20_seconds_and_again_when_this_time_has_doubled(capsys, clock: list[float]):
+    lines, printed = progress.WaitingLines(), {}
+    with contextlib.ExitStack() as calls:
+        for name in "abcd":
+            calls.enter_context(pending_call(f"Own.{name}"))
+        for clock[0] in map(float, range(60)):
+            lines.update()
+            if line := capsys.readouterr().out:
+                printed[clock[0]] = line
+        calls.enter_context(pending_call("Own.e"))  # a call that begins is progress
+        for clock[0] in map(float, range(60, 90)):
+            lines.update()
+            if line := capsys.readouterr().out:
+                printed[clock[0]] = line
+    waiting = "Waiting for Own.a, Own.b, Own.c and"
+    assert printed == {
+        20: f"No progress for 20 s. {waiting} 1 more.\n",
+        40: f"No progress for 40 s. {waiting} 1 more.\n",
+        79: f"No progress for 20 s. {waiting} 2 more.\n",
+    }
+    clock[0] += 100.0
+    lines.update()
+    assert not capsys.readouterr().out  # nothing is pending
 
 
 def test_failed_work_is_not_reported_as_complete(capsys, clock: list[float]):

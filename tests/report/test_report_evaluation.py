@@ -108,7 +108,7 @@ def test_paired_differences_are_means_over_the_same_problems(evaluation: Path):
                     [np.mean(values), float(low), float(high)], abs=1e-9
                 )
     # Two models that solve all problems can differ on others.
-    solved = {"per_problem": [{"problem": i, "num_correct": 2} for i in range(20)], "num_generations": 2}
+    solved = {"per_problem": [{"problem": i, "num_correct": 2, "num_generations": 2} for i in range(20)]}
     for low, mean, high in (
         (entry["low"], entry["mean"], entry["high"])
         for entry in paired_differences({"b": {"one": solved, "two": solved}})["b"]["two"]["metrics"].values()

@@ -13,6 +13,7 @@ from simulated_time import SimulatedTime
 from poly_epo_jax.rollouts import environments
 from poly_epo_jax.rollouts.environments import MAX_ATTEMPTS
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import EpisodeFailure, Generation, Outcome, Problem, Sampling
 
 
@@ -72,8 +73,11 @@ FAULTS = [
 def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fault: Any, kind: str, reason: str):
     task = Faulty(method, fault)
     a, b, c = play(task)
-    assert b.generations == () and b.failure is not None and b.failure.kind == kind
-    assert f"Faulty: {method} of problem 'b'" in b.failure.reason and reason in b.failure.reason
+    assert b.generations == () and list(b.failures) == list(range(N))
+    turn = " to turn 1" if method == "reply" else ""
+    for failure in b.failures.values():
+        assert failure.kind == kind
+        assert f"Faulty: {method}{turn} of problem 'b'" in failure.reason and reason in failure.reason
     assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
         y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
     ]
@@ -102,10 +106,17 @@ def test_an_environment_that_hangs_exceeds_its_deadline(time: SimulatedTime, met
 
     task = Faulty(method, answer_late)
     a, b, c = play(task, timeout=0.2)
-    assert b.failure is not None and b.failure.kind == "late"
-    assert "rollouts.turn_timeout_seconds=0.2" in b.failure.reason
+    assert {failure.kind for failure in b.failures.values()} == {"late"}
+    assert "rollouts.turn_timeout_seconds=0.2" in b.failures[0].reason
     assert time.expired == [0.2] * N * MAX_ATTEMPTS
-    assert a.failure is None and c.failure is None
+    assert not a.failures and not c.failures
+
+
+def test_calls_of_environments_are_pending_calls(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("poly_epo_jax.system.pending_calls.MAX_SHOWN", 1000)
+    seen = []
+    play(Faulty("reply", lambda: seen.append(pending_calls()[0])))
+    assert "Faulty: reply to turn 1 of problem 'b'" in seen[0] and not pending_calls()[0]
 
 
 def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: SimulatedTime):
@@ -118,7 +129,7 @@ def test_an_environment_that_blocks_its_thread_does_not_block_the_trainer(time: 
     groups = play(task)
     assert trainer_continued == [True] * N
     assert sorted(task.starts.values()) == [1] * 2 * N + [2] * N
-    assert all(group.failure is None for group in groups)
+    assert not any(group.failures for group in groups)
 
 
 @pytest.mark.parametrize("method", ["start", "reply", "close"])

@@ -41,7 +41,7 @@ def test_episodes_equal_an_independent_replay(sampler: type[ByHash], delay: floa
     groups = play(task, sampler(), max_tokens=500)
     turns = []
     for group in groups:
-        assert group.failure is None and len(group.generations) == N
+        assert not group.failures and len(group.generations) == N
         for y, seed in zip(group.generations, generation_seeds(0, group.problem, N).tolist(), strict=True):
             ids, logprobs, mask, total = replayed(group.problem, seed)
             assert y.token_ids.tolist() == ids and y.loss_mask.tolist() == mask

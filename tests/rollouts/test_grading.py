@@ -21,11 +21,15 @@ from poly_epo_jax.rollouts.grading import (
     MAX_ABANDONED,
     EpisodeError,
     JudgeError,
+    check_failed_environments,
     check_failed_fraction,
     cluster_ids,
+    complete_groups,
     grade_groups,
+    left_out_groups,
     usable_groups,
 )
+from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, GradedGroup, Group, JudgeFailure, Problem
 
 
@@ -135,20 +139,52 @@ def test_the_task_determines_which_rewards_are_correct():
         assert graded.correct.tolist() == expected and graded.correct.dtype == bool
 
 
-def test_a_reward_that_raises_is_a_failure_of_the_group():
-    class Broken(ByLetter):
+def test_rewards_and_judges_are_pending_calls():
+    class Watched(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
-            return 1 / (problem.id != "p")
+            seen.append(pending_calls()[0])
+            return super().reward(problem, generation)
 
-    groups = [group(problem, "ab") for problem in PROBLEMS]
-    first, *others = asyncio.run(grade_groups(stream(groups), PROBLEMS, Broken(), LetterJudge()))
-    line = Broken.reward.__code__.co_firstlineno + 1
-    reason = rf"Broken\.reward raised ZeroDivisionError for problem 'p' at {re.escape(__file__)}:{line}: .* in (.*)\.$"
-    assert first.group.failure is not None and first.group.failure.kind == "raised" and not len(first.rewards)
-    file = re.search(reason, first.group.failure.reason)
+    class WatchedJudge(LetterJudge):
+        async def cluster(self, group: Group):
+            seen.append(pending_calls()[0])
+            return await super().cluster(group)
+
+    seen: list[str] = []
+    asyncio.run(grade_groups(stream([group(PROBLEMS[0], "a")]), PROBLEMS[:1], Watched(), WatchedJudge()))
+    assert len(seen) == 2 and "Watched.reward of problem 'p'" in seen[0] + seen[1]
+    assert "WatchedJudge.cluster of problem 'p'" in seen[0] + seen[1] and not pending_calls()[0]
+
+
+def test_a_reward_that_raises_masks_its_response(capsys: pytest.CaptureFixture[str]):
+    class Fragile(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            return 1 / (generation.text != "b")
+
+    class Watching(LetterJudge):
+        async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+            seen.append([y.text for y in group.generations])
+            return await super().cluster(group)
+
+    seen: list[list[str]] = []
+    groups = [group(problem, texts) for problem, texts in zip(PROBLEMS, ("abcb", "bab", "ac"), strict=True)]
+    graded = asyncio.run(grade_groups(stream(groups), PROBLEMS, Fragile(), Watching(), min_group=2))
+    assert [one.group.indices for one in graded] == [[0, 2], [1], [0, 1]]
+    assert [list(one.group.failures) for one in graded] == [[1, 3], [0, 2], []]
+    assert [one.rewards.tolist() for one in graded] == [[1.0, 1.0], [], [1.0, 1.0]]
+    assert seen == [["a", "c"], ["a", "c"]] and [len(ids) for ids in cluster_ids(graded)] == [2, 2]
+    assert complete_groups(graded) == [graded[0], graded[2]] and left_out_groups(graded) == [graded[1]]
+    check_failed_environments(graded, 0.34)
+    with pytest.raises(EpisodeError, match=r"failed on 1 of 3 prompts, .*=0\.33 .* raised \(2 times\)"):
+        check_failed_environments(graded, 0.33)
+
+    line = Fragile.reward.__code__.co_firstlineno + 1
+    reason = rf"Fragile\.reward raised ZeroDivisionError for problem 'p' at {re.escape(__file__)}:{line}: [a-z ]*\."
+    failure = graded[0].group.failures[3]
+    assert failure.kind == "raised" and re.fullmatch(reason, failure.reason)  # equal in a repeated run
+    file = re.search(r"Fragile\.reward raised .* A traceback is in (.*)\.\n", capsys.readouterr().err)
     assert file and "ZeroDivisionError: division by zero" in Path(file[1]).read_text()
     Path(file[1]).unlink()
-    assert [one.rewards.tolist() for one in others] == [[1.0, 1.0]] * len(others)
 
 
 def test_a_judge_that_raises_has_failed():
@@ -169,9 +205,10 @@ def test_rewards_and_judges_that_hang_are_late(monkeypatch: pytest.MonkeyPatch):
 
     class Hanging(ByLetter):
         def reward(self, problem: Problem, generation: Generation) -> float:
-            time.expire()
-            ended.wait()
-            return 0.0
+            if generation.text == "b":
+                time.expire()
+                ended.wait()
+            return 1.0
 
     class Waiting(LetterJudge):
         async def cluster(self, group: Group) -> Clustering:
@@ -189,8 +226,9 @@ def test_rewards_and_judges_that_hang_are_late(monkeypatch: pytest.MonkeyPatch):
     late = "Hanging.reward of problem 'p' did not return within rollouts.grading_timeout_seconds=5"
     try:
         for _ in range(MAX_ABANDONED - 1):
-            failure = asyncio.run(grade(Hanging(), LetterJudge())).group.failure
-            assert failure is not None and failure.kind == "late" and late in failure.reason
+            one = asyncio.run(grade(Hanging(), LetterJudge()))
+            assert one.rewards.tolist() == [1.0] and one.group.failures[1].kind == "late"
+            assert late in one.group.failures[1].reason
         with pytest.raises(EpisodeError, match=rf"^{MAX_ABANDONED} calls of rewards have not returned"):
             asyncio.run(grade(Hanging(), LetterJudge()))
     finally:
@@ -213,7 +251,8 @@ def test_errors_that_asyncio_cannot_raise_are_failures(error: type[BaseException
 
     grading = grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge())
     (graded,) = asyncio.run(asyncio.wait_for(grading, timeout=PATIENCE))
-    assert graded.group.failure is not None and f"{error.__name__}" in graded.group.failure.reason
+    assert all(f"{error.__name__}" in failure.reason for failure in graded.group.failures.values())
+    assert not len(graded.rewards)
     judging = AnswerJudge(Broken()).cluster(group(PROBLEMS[0], "ab"))
     with pytest.raises(RuntimeError, match=f"{error.__name__}: in the answer"):
         asyncio.run(asyncio.wait_for(judging, timeout=PATIENCE))

@@ -310,6 +310,13 @@ def with_wrong_axis(rewards, clusters):
     return jnp.concatenate([rewards, clusters], axis=7).sum(axis=-1)
 
 
+def test_advantages_of_another_shape_are_reported_at_the_start(monkeypatch: pytest.MonkeyPatch):
+    own = Estimator(lambda key, features: features["rewards"].mean(axis=1), ("rewards",), "Own")
+    monkeypatch.setitem(ADVANTAGES, "own", lambda algo: own)
+    with pytest.raises(ConfigError, match=r"Own computed advantages of shape \(1,\) instead of \(1, 8\)"):
+        check_estimator(AlgoSection(advantages="own"), 8)
+
+
 @pytest.mark.parametrize("objective", [with_numpy, with_condition, with_wrong_axis])
 def test_an_objective_that_cannot_be_compiled_is_reported_at_the_start(objective, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(set_rl.OBJECTIVES, "own", set_rl.Objective(objective, "Own"))

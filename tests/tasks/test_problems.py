@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import HfApi
 from transformers import AutoTokenizer
 
 from poly_epo_jax.config.keys import TaskSection
@@ -77,18 +78,28 @@ def test_dataset_names_include_configuration_and_split(monkeypatch):
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **options: None)
     for source in ("org/name", "org/name:test", "org/name:main:test"):
         assert read_source(source) == ROWS
     assert requested == [("org/name", "train"), ("org/name", "test"), ("org/name", "main", "test")]
 
 
 def test_an_unreachable_dataset_raises_an_error_with_a_remedy(monkeypatch):
+    requested = []
+
+    def dataset_info(self, name: str, timeout: float) -> None:
+        requested.append(name)
+        raise ConnectionError("no route to host")
+
     def load_dataset(*name, split):
+        assert datasets.config.HF_HUB_OFFLINE  # so that the client does not repeat its requests
         raise ConnectionError("Couldn't reach the Hub")
 
+    monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(OSError, match=r"'org/name:test' cannot be reached: Couldn't .* download it"):
+    with pytest.raises(OSError, match=r"'org/name:test' cannot be reached: .*no route to host.* download it"):
         read_source("org/name:test")
+    assert requested == ["org/name"] and not datasets.config.HF_HUB_OFFLINE
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"

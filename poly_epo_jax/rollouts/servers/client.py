@@ -20,7 +20,7 @@ from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.system.http_client import (
     MAX_BYTES,
     InvalidResponseError,
-    ServerError,
+    RequestError,
     backoff_seconds,
     describe_error,
     open_client,
@@ -99,8 +99,9 @@ class ServerSampler:
           sampling: Sampling parameters.
 
         Raises:
-          ServerError: If no server is available, if a server rejects a request, or if a request fails MAX_ATTEMPTS
-            times.
+          ServerError: If no server is available.
+          RequestError: If a server rejects a request, or if a request fails MAX_ATTEMPTS times. It is raised after the
+            completions of all other requests.
         """
         if self._pool is None:
             servers = await self._weights.servers(self.urls)
@@ -117,10 +118,18 @@ class ServerSampler:
         batch = asyncio.create_task(self._end(tasks, pool))
         self._running.add(batch)
         batch.add_done_callback(self._running.discard)
+        failure = None
         try:
             for task in asyncio.as_completed(tasks):
-                for completion in await task:
+                try:
+                    completions = await task
+                except RequestError as error:
+                    failure = error
+                    continue
+                for completion in completions:
                     yield completion
+            if failure is not None:
+                raise failure
         finally:
             for task in tasks:
                 task.cancel()
@@ -187,7 +196,7 @@ class ServerSampler:
                     self._collect(pool, server, pending, indices, answers, accepted)
             if len(pending.done) == len(request.seeds):
                 return [pending.done[index] for index in range(len(request.seeds))]
-        raise ServerError(
+        raise RequestError(
             f"Failed to generate completions for problem {request.problem_id!r} on {', '.join(self.urls)} after "
             f"{MAX_ATTEMPTS} attempts; see the server logs. Last error: {pending.last_error}."
         )

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 from jaxtyping import Float, Int
 
-from poly_epo_jax.system.http_client import InvalidResponseError, ServerError, quote
+from poly_epo_jax.system.http_client import InvalidResponseError, RequestError, quote
 from poly_epo_jax.types import FinishReason, Request, Sampling
 
 
@@ -109,11 +109,11 @@ def check_accepted(response: httpx.Response, url: str, request: Request) -> None
       request: The request.
 
     Raises:
-      ServerError: If the status is 4xx, except for 408 (timeout) and 429 (too many requests).
+      RequestError: If the status is 4xx, except for 408 (timeout) and 429 (too many requests).
     """
     if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
         reason = f"{response.status_code}: {quote(response.text)}"
-        raise ServerError(f"{url} rejected the prompt of problem {request.problem_id!r} with {reason}")
+        raise RequestError(f"{url} rejected the prompt of problem {request.problem_id!r} with {reason}")
 
 
 @runtime_checkable
@@ -191,7 +191,7 @@ class Dialect(Protocol):
           One item per index: a completion, or the reason why it is invalid.
 
         Raises:
-          ServerError: If the server rejects the request permanently, so that a retry is useless.
+          RequestError: If the server rejects the request permanently, so that a retry is useless.
         """
         ...
 

@@ -90,7 +90,7 @@ class Endpoints:
                 return found
             if time.monotonic() >= deadline:
                 reason = errors[-1] if errors else "it lists no workers; start one, or correct its --worker-urls."
-                raise ServerError(f"No worker of router {url} responded within {self._wait_seconds:.0f} s: {reason}")
+                raise ServerError(f"No worker of router {url} responded within {self._wait_seconds:g} s: {reason}")
             await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def _endpoint(self, url: str) -> Endpoint:

@@ -6,11 +6,13 @@ import json
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import PATIENCE, collect, tiny_problems, until
+from fakes import PATIENCE, TINY_ALPHABET, ByLetter, collect, tiny_problems, until
 
 from poly_epo_jax.config.keys import Config
+from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.fleet import ServerPool
-from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.startup.base_policy import build_character_tokenizer
+from poly_epo_jax.system.http_client import RequestError, ServerError
 from poly_epo_jax.types import Group, Problem, Sampling
 
 URLS = ["http://a", "http://b"]
@@ -219,6 +221,25 @@ def test_a_server_that_always_aborts_raises_an_error_after_8_attempts(monkeypatc
     with pytest.raises(ServerError, match="for problem '0' on http://a, http://b after 8 attempts"):
         collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
     assert rollouts.metrics()["rollouts/resampled"] == 16
+
+
+def test_an_evaluation_omits_a_prompt_that_the_server_rejects(monkeypatch):
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        is_long = any(len(ids) > 2 for ids in json.loads(request.content)["input_ids"])
+        return httpx.Response(400, json={"error": "too long"}) if is_long else generated(request, "w")
+
+    rollouts, problems = open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(6, 3)
+    with pytest.raises(RequestError, match=r"rejected the prompt of problem '[25]' with 400"):
+        collect(rollouts, problems, 2, Sampling(4))
+    rollouts = Rollouts(
+        rollouts.sampler, build_character_tokenizer(TINY_ALPHABET), ByLetter(), 8, omits_failed_requests=True
+    )
+    groups = collect(rollouts, problems, 2, Sampling(4))
+    reasons = {group.problem.id: group.failures[0].reason for group in groups if group.failures}
+    assert list(reasons) == ["2", "5"] and all("400" in reason for reason in reasons.values())
+    assert [len(group.generations) for group in groups] == [2, 2, 0, 2, 2, 0]
 
 
 def test_a_weight_change_during_an_evaluation_raises_an_error(monkeypatch):

@@ -1,0 +1,60 @@
+"""Reads datasets of the Hugging Face Hub, and local dataset folders."""
+
+from pathlib import Path
+from typing import Any
+
+from poly_epo_jax.system.text import first_line
+from poly_epo_jax.tasks.arrow_rows import table_rows
+
+HUB_SECONDS = 10.0
+"""Time in seconds after which the Hub counts as unreachable."""
+
+
+def read_data_set(source: str) -> list[dict[str, Any]]:
+    """Reads the rows of a dataset. If the Hub does not respond, a copy in the cache is used without retries.
+
+    Args:
+      source: Name, `name:split` or `name:configuration:split`. The default split is `train`.
+
+    Returns:
+      One dict per row, see `problems.read_source`.
+
+    Raises:
+      ValueError: If the dataset, configuration or split does not exist, or cannot be read.
+      OSError: If the dataset is unreachable.
+    """
+    import datasets  # takes seconds, and is not required for files
+
+    name, *configuration, split = source.split(":") if ":" in source else (source, "train")
+    is_offline = datasets.config.HF_HUB_OFFLINE
+    unreachable = "" if is_offline or Path(name).exists() else _hub_error(name)
+    # The client would repeat each request for half a minute, with a warning each time.
+    datasets.config.HF_HUB_OFFLINE = is_offline or bool(unreachable)
+    try:
+        data_set: Any = datasets.load_dataset(name, *configuration, split=split)
+    except OSError as error:
+        raise OSError(
+            f"The dataset {source!r} cannot be reached: {unreachable or error}; check its name, or download it and set "
+            "its path."
+        ) from None
+    except (ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
+        ) from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE = is_offline
+    return table_rows(data_set.with_format("arrow")[:])
+
+
+def _hub_error(name: str) -> str:
+    """Sends a single request to the Hub. Returns the error if the Hub does not respond."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(name, timeout=HUB_SECONDS)
+    except (HfHubHTTPError, ValueError):  # such as the response that the dataset does not exist, or an invalid name
+        return ""
+    except Exception as error:  # The type of connection errors depends on the version of the client.
+        return f"the Hugging Face Hub does not respond ({first_line(error)})"
+    return ""
