@@ -29,7 +29,7 @@ CODE = re.compile(
     r"^```(?P<language>\w*)\n(?P<fence>.*?)^```$|^ {4}(?P<indented>[^\n]+)$|`(?P<inline>[^`]+)`",
     re.DOTALL | re.MULTILINE,
 )
-INLINE = re.compile(r"([A-Z]+=\S+ )*(python -m|python benchmarks/|python fuzz |bash|sbatch|source|pip install) ?")
+INLINE = re.compile(r"([A-Z]+=\S+ )*(python -m|python benchmarks/|python fuzz |bash|sbatch|source\b|pip install) ?")
 SMALL = " ".join(
     as_flags({key: value for key, value in SETTINGS.items() if key != "task.options"} | {"train.num_steps": 2})
 )
