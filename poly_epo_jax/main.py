@@ -118,8 +118,6 @@ def _run(config: Config, prepared: Prepared) -> None:
         workdir / run_folder.CHECKPOINTS, config.checkpoint.keep, base=policy.path if config.lora.rank else None
     )
     progress = _restored_or_new(config, policy, mesh, update, checkpoints)
-    best = config.checkpoint.best, progress.step
-    checkpoints.values |= hosts.run_on_first(lambda: run_folder.held_out_values(workdir, *best))
     reference = policy.load_reference(mesh, config.seed) if config.algo.kl_coef else None
     if reference is not None and not config.lora.rank:  # checkpoints of adapters identify the frozen weights
         digests |= _same_content(config, policy, reference_digests(reference))
@@ -218,6 +216,8 @@ def _restored_or_new(
             f"Checkpoint {step} of {config.workdir} was saved by another version of poly_epo_jax. Resume with that "
             "version, or set --config.workdir to a new folder."
         )
+    best = Path(config.workdir), config.checkpoint.best, step
+    checkpoints.values |= hosts.run_on_first(lambda: run_folder.held_out_values(*best))
     return TrainProgress(step, state, saved["position"], int(saved["solved"], 16), saved["ahead"])
 
 
