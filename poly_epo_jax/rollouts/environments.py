@@ -5,7 +5,8 @@ import dataclasses
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 from poly_epo_jax.rollouts.episode_places import INTERRUPTED, EpisodeLoop, EpisodeWorker, pickled_task
@@ -50,7 +51,8 @@ class Environments:
         self._pickled = pickled_task(self.task) if self.num_workers else ({}, b"")
         self._numbers = itertools.count()
         self._counts = {is_evaluation: Counter[str]() for is_evaluation in (False, True)}
-        self._close = weakref.finalize(self, _stop_all, self._places)
+        self._spares: list[EpisodeWorker] = []
+        self._close = weakref.finalize(self, _stop_all, self._places, self._spares)
 
     def metrics(self) -> Metrics:
         """Returns the numbers of repeated episodes and of episodes that lacked room since the last call."""
@@ -86,7 +88,9 @@ class Environments:
         failure, num_failures = None, 0
         while num_failures < MAX_ATTEMPTS:
             self.count("retries", failure is not None)
-            episode = RunningEpisode(self, problem)
+            # An episode that has ended its worker would interrupt the other episodes of another worker again.
+            is_alone = self.num_workers > 0 and failure is not None and failure.kind in ("late", "lost")
+            episode = RunningEpisode(self, problem, is_alone)
             try:
                 await episode.start(seed)
                 generation = first
@@ -108,8 +112,11 @@ class Environments:
         assert failure is not None
         return failure
 
-    def place(self) -> EpisodeLoop | EpisodeWorker:
+    def place(self, is_alone: bool = False) -> EpisodeLoop | EpisodeWorker:
         """Returns the place with the fewest episodes. Places that have failed are replaced.
+
+        Args:
+          is_alone: Whether a new worker is returned, in which no other episode will run.
 
         Raises:
           EpisodeError: If `MAX_ABANDONED` calls have not returned, because threads cannot be stopped.
@@ -119,21 +126,31 @@ class Environments:
                 f"{count} calls of environments or rewards have not returned, and cannot be stopped; set "
                 "rollouts.environment_workers."
             )
-        self._places[:] = [place for place in self._places if place.is_alive]
-        if len(self._places) < max(1, self.num_workers):
-            memory_bytes = int(self.memory_gb * 2**30)
-            new = EpisodeWorker(self._pickled, memory_bytes) if self.num_workers else EpisodeLoop(self.task)
+        alive = [place for place in self._places if place.is_alive]
+        is_replacement = is_alone or len(alive) < len(self._places)
+        self._places[:] = alive
+        if len(alive) == max(1, self.num_workers) and not is_alone:
+            return min(alive, key=lambda place: place.num_episodes)
+        new = self._new_worker(is_replacement) if self.num_workers else EpisodeLoop(self.task)
+        if not is_alone:
             self._places.append(new)
-            return new
-        return min(self._places, key=lambda place: place.num_episodes)
+        return new
+
+    def _new_worker(self, is_replacement: bool) -> EpisodeWorker:
+        """Returns a worker. After a replacement, a spare worker starts, so that the next one does not take time."""
+        start = partial(EpisodeWorker, self._pickled, int(self.memory_gb * 2**30))
+        new = self._spares.pop() if self._spares else start()
+        if is_replacement:
+            self._spares.append(start())
+        return new
 
     def next_number(self) -> int:
         """Returns a number that no other episode has."""
         return next(self._numbers)
 
 
-def _stop_all(places: list[EpisodeLoop | EpisodeWorker]) -> None:
-    for place in places:
+def _stop_all(*places: Iterable[EpisodeLoop | EpisodeWorker]) -> None:
+    for place in itertools.chain(*places):
         if isinstance(place, EpisodeWorker):
             place.stop()
 
@@ -144,11 +161,13 @@ class RunningEpisode:
     Args:
       environments: Starts the episode.
       problem: Problem of the episode.
+      is_alone: Whether it runs in a worker of its own.
     """
 
-    def __init__(self, environments: Environments, problem: Problem):
+    def __init__(self, environments: Environments, problem: Problem, is_alone: bool = False):
         self._environments, self._problem, self._number = environments, problem, environments.next_number()
-        self._place, self._class_name, self._seconds, self._is_closed = environments.place(), "", 0.0, False
+        self._place, self._class_name, self._seconds, self._is_closed = environments.place(is_alone), "", 0.0, False
+        self._is_alone = is_alone
         self._place.num_episodes += 1
 
     async def start(self, seed: int) -> None:
@@ -175,6 +194,8 @@ class RunningEpisode:
             # Generation waits for this also if it is cancelled while episodes are being closed.
             await run_to_completion(asyncio.wait([closing], timeout=CLEANUP_SECONDS))
             closing.cancel()
+        if self._is_alone and isinstance(self._place, EpisodeWorker):
+            self._place.stop()
 
     async def _call(self, method: str, *arguments: Any, name: str = "") -> Any:
         """Calls a method of the episode within its remaining time.

@@ -144,7 +144,7 @@ class EpisodeWorker:
 
     def __init__(self, task: tuple[dict[str, str], bytes], memory_bytes: int):
         self.is_alive, self.num_episodes = True, 0
-        self._task, self._lock, self._is_ready = task, asyncio.Lock(), False
+        self._lock, self._is_ready = asyncio.Lock(), False
         self._connection, other = multiprocessing.Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
@@ -155,6 +155,12 @@ class EpisodeWorker:
             process_group=0,  # so that the worker does not receive Ctrl-C
         )
         other.close()
+        # The process receives the task after its imports. Until then, a large task does not fit into the connection.
+        threading.Thread(target=self._send, args=(task,), daemon=True).start()
+
+    def _send(self, task: Any) -> None:
+        with contextlib.suppress(OSError):  # The first call fails, too, and reports it.
+            self._connection.send(task)
 
     async def call(self, name: str, message: tuple[Any, ...], seconds: float) -> CallResult:
         """Calls a method of an episode, see `EpisodeLoop.call`. The process is killed if the call does not return.
@@ -195,7 +201,6 @@ class EpisodeWorker:
     def _wait_until_ready(self) -> None:
         flaw = f"no response within {START_SECONDS:.0f} s"
         with contextlib.suppress(EOFError, OSError):
-            self._connection.send(self._task)
             flaw = self._connection.recv() if self._connection.poll(START_SECONDS) else flaw
             self._is_ready = not flaw
         if not self._is_ready:
