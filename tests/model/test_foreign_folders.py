@@ -12,7 +12,7 @@ from fakes import TINY, TINY_ALPHABET, tiny_params
 from huggingface_hub import constants
 
 from poly_epo_jax.config.keys import ModelSection
-from poly_epo_jax.evaluate import __main__ as evaluate_main
+from poly_epo_jax.evaluate import __main__ as evaluate_main, models
 from poly_epo_jax.model import hf, hf_files
 from poly_epo_jax.model.policy import model_digest, open_policy
 from poly_epo_jax.rollouts.servers.dialect import ModelInfo
@@ -129,14 +129,14 @@ def test_code_of_a_model_folder_is_not_executed(family: str, folder: Path, monke
 
 def test_the_tokenizer_of_a_served_model_is_chosen_locally(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     named = ModelInfo(path="m", tokenizer_path="/named/by/the/server", weight_version="1")
-    monkeypatch.setattr(evaluate_main, "model_info", lambda *_: asyncio.sleep(0, named))
+    monkeypatch.setattr(models, "model_info", lambda *_: asyncio.sleep(0, named))
     flags = ["--config=configs/polynomial.py", "--models=http://127.0.0.1:9", "--benchmarks=polynomial"]
     flags.append(f"--output={folder.parent / 'out'}")
     assert evaluate_main.main(flags) == 1
     error = capsys.readouterr().err
     assert "set --config.model.path" in error and "/named/by/the/server" in error
     opened = []
-    monkeypatch.setattr(evaluate_main, "open_policy", lambda path, _: opened.append(path) or pytest.skip("opened"))
+    monkeypatch.setattr(models, "open_policy", lambda path, _: opened.append(path) or pytest.skip("opened"))
     with pytest.raises(pytest.skip.Exception):
         evaluate_main.main([*flags, f"--config.model.path={folder}"])
     assert opened == [folder] and "Warning: http://127.0.0.1:9 names the tokenizer" in capsys.readouterr().err
