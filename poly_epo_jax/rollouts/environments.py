@@ -88,9 +88,9 @@ class Environments:
         failure, num_failures = None, 0
         while num_failures < MAX_ATTEMPTS:
             self.count("retries", failure is not None)
-            # An episode that has ended its worker would interrupt the other episodes of another worker again.
-            is_alone = self.num_workers > 0 and failure is not None and failure.kind in ("late", "lost")
-            episode = RunningEpisode(self, problem, is_alone)
+            # An episode that has ended its worker would interrupt the other episodes of the next one, too.
+            isolate = failure is not None and failure.kind in ("late", "lost")
+            episode = RunningEpisode(self, problem, isolate)
             try:
                 await episode.start(seed)
                 generation = first
@@ -112,11 +112,11 @@ class Environments:
         assert failure is not None
         return failure
 
-    def place(self, is_alone: bool = False) -> EpisodeLoop | EpisodeWorker:
+    def place(self, isolate: bool = False) -> EpisodeLoop | EpisodeWorker:
         """Returns the place with the fewest episodes. Places that have failed are replaced.
 
         Args:
-          is_alone: Whether a new worker is returned, in which no other episode will run.
+          isolate: Whether to return a worker for one episode, unless `num_workers` episodes have one.
 
         Raises:
           EpisodeError: If `MAX_ABANDONED` calls have not returned, because threads cannot be stopped.
@@ -127,13 +127,14 @@ class Environments:
                 "rollouts.environment_workers."
             )
         alive = [place for place in self._places if place.is_alive]
+        shared = [place for place in alive if place.is_shared]
+        is_alone = isolate and len(alive) - len(shared) < self.num_workers
+        if len(shared) == max(1, self.num_workers) and not is_alone:
+            return min(shared, key=lambda place: place.num_episodes)
         is_replacement = is_alone or len(alive) < len(self._places)
-        self._places[:] = alive
-        if len(alive) == max(1, self.num_workers) and not is_alone:
-            return min(alive, key=lambda place: place.num_episodes)
         new = self._new_worker(is_replacement) if self.num_workers else EpisodeLoop(self.task)
-        if not is_alone:
-            self._places.append(new)
+        new.is_shared = not is_alone
+        self._places[:] = [*alive, new]
         return new
 
     def _new_worker(self, is_replacement: bool) -> EpisodeWorker:
@@ -161,13 +162,12 @@ class RunningEpisode:
     Args:
       environments: Starts the episode.
       problem: Problem of the episode.
-      is_alone: Whether it runs in a worker of its own.
+      isolate: Whether it should run in a worker of its own.
     """
 
-    def __init__(self, environments: Environments, problem: Problem, is_alone: bool = False):
+    def __init__(self, environments: Environments, problem: Problem, isolate: bool = False):
         self._environments, self._problem, self._number = environments, problem, environments.next_number()
-        self._place, self._class_name, self._seconds, self._is_closed = environments.place(is_alone), "", 0.0, False
-        self._is_alone = is_alone
+        self._place, self._class_name, self._seconds, self._is_closed = environments.place(isolate), "", 0.0, False
         self._place.num_episodes += 1
 
     async def start(self, seed: int) -> None:
@@ -194,7 +194,7 @@ class RunningEpisode:
             # Generation waits for this also if it is cancelled while episodes are being closed.
             await run_to_completion(asyncio.wait([closing], timeout=CLEANUP_SECONDS))
             closing.cancel()
-        if self._is_alone and isinstance(self._place, EpisodeWorker):
+        if isinstance(self._place, EpisodeWorker) and not self._place.is_shared:
             self._place.stop()
 
     async def _call(self, method: str, *arguments: Any, name: str = "") -> Any:

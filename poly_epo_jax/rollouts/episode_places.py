@@ -66,7 +66,7 @@ class EpisodeLoop:
     """
 
     def __init__(self, task: Interactive):
-        self.is_alive, self.num_episodes = True, 0
+        self.is_alive, self.is_shared, self.num_episodes = True, True, 0
         self._episodes, self._loop = Episodes(task), asyncio.new_event_loop()
         self._num_running, self._next_beat, self._last_beat, self._clock = 0, None, 0.0, 0.0
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
@@ -143,7 +143,7 @@ class EpisodeWorker:
     """
 
     def __init__(self, task: tuple[dict[str, str], bytes], memory_bytes: int):
-        self.is_alive, self.num_episodes = True, 0
+        self.is_alive, self.is_shared, self.num_episodes = True, True, 0
         self._lock, self._is_ready = asyncio.Lock(), False
         self._connection, other = multiprocessing.Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)

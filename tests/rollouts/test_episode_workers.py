@@ -12,6 +12,7 @@ from responses import response
 from worker_tasks import WorkerTask
 
 from poly_epo_jax.rollouts import environments
+from poly_epo_jax.rollouts.episode_places import EpisodeWorker
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.startup.config_file import load_config
 from poly_epo_jax.tasks import TASKS
@@ -65,6 +66,17 @@ def test_a_worker_that_hangs_is_replaced():
     for failure in group.failures.values():
         assert failure.kind == "late" and "rollouts.episode_timeout_seconds=0.3" in failure.reason
     assert len(group.failures) == 2
+
+
+def test_isolated_episodes_have_workers_of_their_own_up_to_a_limit():
+    started = open_rollouts(WorkerTask(), 2).environments
+    assert started is not None
+    shared, alone = [started.place() for _ in range(2)], [started.place(isolate=True) for _ in range(2)]
+    assert len({*shared, *alone}) == 4
+    assert started.place(isolate=True) in shared and started.place() in shared
+    assert isinstance(alone[0], EpisodeWorker)
+    alone[0].stop()
+    assert started.place(isolate=True) not in (*shared, *alone) and started.place() in shared
 
 
 def test_a_cancelled_call_ends_its_worker():
