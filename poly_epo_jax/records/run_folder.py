@@ -114,7 +114,7 @@ def is_evaluated(folder: Path, step: int) -> bool:
     return any(map(is_held_out, itertools.chain.from_iterable(rows)))
 
 
-def held_out_values(folder: Path, metric: str, last_step: float = math.inf) -> dict[int, float]:
+def held_out_values(folder: Path, metric: str, last_step: int | float = math.inf) -> dict[int, float]:
     """Reads the values of a metric by step, without values that are not finite.
 
     Args:
