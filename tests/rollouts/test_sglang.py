@@ -135,7 +135,7 @@ def test_every_update_reaches_every_server(servers, sync, capsys):
         assert counts["rollouts/bytes_proofs"] == counts["rollouts/trainer_proofs"] == 2
         assert counts["rollouts/change_proofs"] == (2 if version > 1 else 0)
         for server in servers:
-            groups = collect(rollouts_on(server, rollouts), problems[:6], 2, Sampling(16))
+            groups = collect(rollouts_on(server, rollouts), problems[:6], 4, Sampling(16))
             assert_generated_by(version, groups, version)
     # On CPUs, SGLang pads the projections of an MLP with 24 units.
     assert "checksums of 18 tensors (14 equal the pushed bytes)" in capsys.readouterr().err

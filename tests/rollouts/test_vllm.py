@@ -138,23 +138,33 @@ def test_running_generations_continue_with_new_weights(servers, tmp_path):
     """Servers compute keys and values of the previous tokens again, with the new weights."""
     rollouts = rollouts_of(servers, tmp_path, stop_ids=(), in_flight=True)
     prompts = problems(MAX_PROMPT, MAX_PROMPT)[-4:]
-    count = 16  # Four times as many generations as run at once, so that an update always finds running generations.
+    count = 16  # four times as many generations as run at once
 
     async def main() -> tuple[list[Group], int]:
+        version, groups = 1, list[Group]()
         await rollouts.push_weights(tiny_params(1, UNTIED_MODEL), 1)
-        version, generating = 1, asyncio.create_task(generate(rollouts, prompts, count, Sampling(200)))
-        while not generating.done():
-            version += 1
-            await rollouts.push_weights(tiny_params(version, UNTIED_MODEL), version)
-        return await generating, version
+        for _ in range(5):  # All updates may fall between generations, because those that run at once end together.
+            generating = asyncio.create_task(generate(rollouts, prompts, count, Sampling(200)))
+            while not generating.done():
+                version += 1
+                await rollouts.push_weights(tiny_params(version, UNTIED_MODEL), version)
+            groups += await generating
+            if num_versions(groups) > 1:
+                break
+        return groups, version
 
     groups, version = asyncio.run(main())
     assert {len(y.token_ids) for group in groups for y in group.generations} == {200}
     assert len(assert_exact_versions(groups, UNTIED_MODEL)) > 1
-    assert max(len(set(y.weight_versions)) for group in groups for y in group.generations) > 1
+    assert num_versions(groups) > 1
     assert counts_of(rollouts) == COUNTS
     # The prefix cache of running generations is not read after an update.
     assert assert_exact_versions(collect(rollouts, prompts, 4, Sampling(16)), UNTIED_MODEL) == {version}
+
+
+def num_versions(groups: Sequence[Group]) -> int:
+    """Returns the maximum number of weight versions in one generation."""
+    return max(len(set(y.weight_versions)) for group in groups for y in group.generations)
 
 
 async def generate(rollouts: Rollouts, prompts: Sequence[Problem], count: int, sampling: Sampling) -> list[Group]:
