@@ -16,7 +16,7 @@ from poly_epo_jax.types import Completion, ConcurrentCalls, Generation, Problem,
 
 WINDOW_SECONDS = 0.02
 """Maximum time in seconds for which a request waits for others, if the sampler accepts concurrent calls."""
-QUIET_SECONDS = 1.0
+QUIET_SECONDS = 0.25
 """Time in seconds without a new request after which other samplers do not wait for slower episodes."""
 
 
