@@ -118,7 +118,7 @@ def test_exactly_the_failed_responses_are_masked(min_group: int):
 
 @pytest.mark.parametrize(
     ("failing", "fraction", "limit"),
-    [("q", 0.25, "more than rollouts.max_failed_fraction=0.25 allows"), ("pqr", 1.0, "so none is left")],
+    [("q", 0.25, "more than rollouts.max_failed_fraction=0.25 allows"), ("pqr", 1.0, "which leaves no prompt")],
 )
 def test_too_many_failures_end_the_run(failing: str, fraction: float, limit: str):
     error = rf"failed on \d of 3 prompts, {limit}\. .*failed \(\d+ times\).*out of order"
@@ -217,7 +217,7 @@ def test_evaluations_omit_and_count_failed_problems():
     assert evaluate("q")["eval/environment/retries"] == 16
     mean = sum(evaluate(*{"p", "q", "r"} - {one})["eval/reward"] for one in "pr") / 2
     assert evaluate("q")["eval/reward"] == pytest.approx(mean)
-    with pytest.raises(EpisodeError, match="failed on 3 of 3 prompts, so none is left"):
+    with pytest.raises(EpisodeError, match="failed on 3 of 3 prompts"):
         evaluate("p", "q", "r")
 
 

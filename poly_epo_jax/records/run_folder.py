@@ -119,7 +119,7 @@ def held_out_values(folder: Path, metric: str, last_step: int | float = math.inf
 
     Args:
       folder: The run folder.
-      metric: Name of the metric. If empty, there are no values.
+      metric: Name of the metric. If empty, the result is empty.
       last_step: Last step whose value is read.
 
     Raises:

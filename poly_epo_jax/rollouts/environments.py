@@ -162,7 +162,7 @@ class RunningEpisode:
     Args:
       environments: Starts the episode.
       problem: Problem of the episode.
-      isolate: Whether it should run in a worker of its own.
+      isolate: Whether it should run in a separate worker, see `Environments.place`.
     """
 
     def __init__(self, environments: Environments, problem: Problem, isolate: bool = False):

@@ -277,7 +277,7 @@ def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction
         limit = f"more than rollouts.max_failed_fraction={max_failed_fraction:g} allows"
         raise EpisodeError(
             f"The environment or reward failed on {len(left_out)} of {len(graded)} prompts, "
-            f"{'so none is left' if is_all else limit}. {_most_frequent(environment_failures(left_out))}"
+            f"{'which leaves no prompt' if is_all else limit}. {_most_frequent(environment_failures(left_out))}"
         )
 
 

@@ -114,7 +114,7 @@ def test_restarting_a_finished_run_changes_nothing(uninterrupted: Run):
 
 
 def kept_checkpoints(values: dict[int, float], every: int, last_step: int) -> list[list[int]]:
-    """Returns the steps with a checkpoint after each save, if one newest checkpoint is kept beside the best one."""
+    """Returns the steps with a checkpoint after each save, if the newest and the best checkpoint are kept."""
     kept: list[list[int]] = []
     for step in range(1, last_step + 1):
         if step in (every, last_step) or all(values[step] > values[one] for one in range(1, step)):
