@@ -311,7 +311,7 @@ def with_wrong_axis(rewards, clusters):
 
 
 def test_advantages_of_another_shape_are_reported_at_the_start(monkeypatch: pytest.MonkeyPatch):
-    own = Estimator(lambda key, features: features["rewards"].mean(axis=1), ("rewards",), "Own")
+    own = Estimator(lambda key, features: jnp.mean(features["rewards"], axis=1), ("rewards",), "Own")
     monkeypatch.setitem(ADVANTAGES, "own", lambda algo: own)
     with pytest.raises(ConfigError, match=r"Own computed advantages of shape \(1,\) instead of \(1, 8\)"):
         check_estimator(AlgoSection(advantages="own"), 8)
