@@ -106,14 +106,21 @@ def find_model(path: str, download: bool = True) -> Path:
 
     Raises:
       OSError: If a model of the Hub is not cached locally, and downloading it fails or is disabled.
+      ValueError: If a model of the Hub is not supported. Its weights are not downloaded then.
     """
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
+    hf.read_model_config(_cached_model(path, ("config.json",), download))
+    return _cached_model(path, MODEL_FILES, download)
+
+
+def _cached_model(name: str, patterns: Sequence[str], download: bool) -> Path:
+    """Returns the folder of a Hub model in the local cache, after a download of the files that are missing."""
     try:
-        return Path(snapshot_download(path, allow_patterns=list(MODEL_FILES), local_files_only=not download))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not download))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise OSError(
-            f"{path} is not a local folder, and downloading it failed: {first_line(error)}. Correct the name, or "
+            f"{name} is not a local folder, and downloading it failed: {first_line(error)}. Correct the name, or "
             "download the model elsewhere and set the path of its folder instead."
         ) from error
 

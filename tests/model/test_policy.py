@@ -1,4 +1,4 @@
-"""Tests the stop tokens of a policy: their sources, and ids outside the embedding."""
+"""Tests which files of a policy are read, and its stop tokens: their sources, and ids outside the embedding."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from fakes import TINY, TINY_ALPHABET, tiny_params
 from transformers import AutoConfig, GenerationConfig
 
 from poly_epo_jax.config.keys import ConfigError, ModelSection
-from poly_epo_jax.model import hf
+from poly_epo_jax.model import hf, policy
 from poly_epo_jax.model.policy import check_stop_ids, open_policy
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 
@@ -78,3 +78,17 @@ def test_files_that_git_lfs_did_not_download_raise_an_error(folder: Path, name: 
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
     with pytest.raises(ValueError, match=rf"{name} is a Git LFS pointer without the contents; run git lfs pull"):
         open_policy(folder, ModelSection())
+
+
+def test_weights_of_an_unsupported_model_of_the_hub_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    requested = []
+
+    def snapshot(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        requested.append((name, allow_patterns))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown_family"}))
+        return str(tmp_path)
+
+    monkeypatch.setattr(policy, "snapshot_download", snapshot)
+    with pytest.raises(ValueError, match=r"unknown_family.*models\.md"):
+        policy.find_model("organization/name")
+    assert requested == [("organization/name", ["config.json"])]
