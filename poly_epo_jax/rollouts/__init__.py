@@ -32,16 +32,6 @@ def _embedded(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: C
     return EmbeddedSampler(model, mesh, stop_ids, train.max_prompt_tokens, most, full_batch)
 
 
-def _jetstream(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
-    from poly_epo_jax.rollouts.jetstream.engine import EngineSize
-    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler  # google-jetstream is optional
-
-    samples = config.train.num_generations
-    slots = max(1, config.rollouts.max_concurrent // samples)
-    size = EngineSize(slots, samples, config.train.max_prompt_tokens, config.sampling.max_tokens)
-    return JetStreamSampler(model, mesh, stop_ids, size)
-
-
 def _sglang(
     model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, *, sleep: bool = False
 ) -> ServerSampler:
@@ -200,7 +190,6 @@ class SamplerEntry:
 SAMPLERS: Registry[SamplerEntry] = Registry(
     # When a cache grows for the last time, a cache of 3/4 of the full length is copied into one of full length.
     embedded=SamplerEntry(_embedded, "the trainer's own sampler", cache_growth=1.75, has_slots=True),
-    jetstream=SamplerEntry(_jetstream, "JetStream", cache_growth=1.0),
     sglang=SamplerEntry(_sglang, "SGLang servers", needs_urls=True, while_training=True),
     vllm=SamplerEntry(_vllm, "vLLM servers", _vllm_dialect, needs_urls=True, while_training=True),
 )
