@@ -7,6 +7,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.registry import Registry
@@ -174,7 +175,7 @@ class SamplerEntry:
       while_training: Whether it can generate while the policy is trained, as `train.staleness` above 0 requires, and
         continue generations with new weights, as `rollouts.in_flight` requires.
       cache_growth: Peak size of its caches while they grow, as a multiple of full-length caches, if it decodes in the
-        trainer's memory. None if it decodes elsewhere.
+        trainer's memory, with weights in the compute type. None if it decodes elsewhere.
       has_slots: Whether it decodes with `embedded.slots`, the only decoder that the benchmark measures.
     """
 
@@ -185,6 +186,16 @@ class SamplerEntry:
     while_training: bool = False
     cache_growth: float | None = None
     has_slots: bool = False
+
+
+def pushed_dtype(config: Config, model_config: ModelConfig) -> str:
+    """Returns the type in which several processes copy the weights to their samplers, see `params_on_host`.
+
+    Samplers in the trainer's memory convert all weights to the compute type. Converting before the copy halves it. An
+    adapter is merged in float32 after the copy. Servers have their own type.
+    """
+    converts = SAMPLERS[config.rollouts.name].cache_growth is not None and not model_config.lora_targets
+    return model_config.dtype if converts else model_config.param_dtype
 
 
 SAMPLERS: Registry[SamplerEntry] = Registry(

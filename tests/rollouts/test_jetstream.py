@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import poly_epo_jetstream
 import pytest
 from fakes import (
     PATIENCE,
@@ -30,11 +31,13 @@ from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.types import Generation, Group, Problem, Sampler, Sampling
 
+del SAMPLERS["jetstream"]  # Other tests of this process read the registry.
 try:
     from poly_epo_jetstream import patched as jetstream
     from poly_epo_jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
@@ -369,7 +372,7 @@ def test_training_raises_the_reward(tmp_path, caches):
     file = tmp_path / "my_jetstream.py"
     file.write_text("import poly_epo_jetstream\nfrom configs.polynomial import get_config\n")
     command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={file}:grpo", *flags]
-    env = environment(packages=["google-jetstream"], path=f"{ROOT}:{ROOT}/third_party/jetstream")
+    env = environment(packages=["google-jetstream"], path=f"{ROOT}:{Path(poly_epo_jetstream.__file__).parents[1]}")
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows, evaluations = rows_of(tmp_path / "run"), rows_of(tmp_path / "run", "eval/reward")

@@ -1,4 +1,4 @@
-"""Registers `rollouts.name=jetstream`: the compiled programs of the embedded sampler with the scheduler of JetStream."""
+"""Registers `rollouts.name=jetstream`, which runs the programs of the embedded sampler with JetStream's scheduler."""
 
 from collections.abc import Sequence
 
