@@ -12,7 +12,7 @@ import jax
 import jax.extend
 
 from poly_epo_jax.config.checks import ConfigError
-from poly_epo_jax.parallel.mesh import row_shards
+from poly_epo_jax.parallel.mesh import host_axes, row_shards
 from poly_epo_jax.system.missing_packages import install_command
 from poly_epo_jax.system.text import first_line
 
@@ -104,10 +104,17 @@ class Machine:
     Attributes:
       device: Key of DEVICES, or "" for an unknown device.
       mesh: Size of each mesh axis.
+      processes: Number of processes, one per host.
     """
 
     device: str
     mesh: Mapping[str, int]
+    processes: int = 1
+
+    @property
+    def host(self) -> "Machine":
+        """The devices of one process, with its own mesh."""
+        return Machine(self.device, host_axes(self.mesh, self.num_devices // self.processes))
 
     @property
     def platform(self) -> str:

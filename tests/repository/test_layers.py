@@ -62,7 +62,6 @@ LIBRARIES = {
 """Allowed imports of subpackages that can be used on their own, in addition to the standard library."""
 
 OPTIONAL = {
-    "rollouts.jetstream.patched": {"jetstream"},
     "rollouts.sglang.tensor_sync": {"torch"},
     "records.tracking": {"wandb", "trackio"},
     "tasks.gym_worker": {"reasoning_gym"},
