@@ -88,7 +88,7 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     if (kind := config.mesh.device_kind) and Machine(kind, {}).platform == "tpu":
         # The embedded sampler of each host. A sequence takes 1.3 GB of a chip while its cache grows.
         devices = MESHES[mesh]["num_devices"] // MESHES[mesh]["processes"]
-        config.rollouts.max_concurrent = devices * (32 if kind == "v5p" else 6)
+        config.rollouts.max_concurrent = devices * {"v5p": 32, "v5e": 2}.get(kind, 6)
     else:
         config.rollouts.name = "sglang"
         config.rollouts.urls = "http://127.0.0.1:30000,http://127.0.0.1:30001,http://127.0.0.1:30002"

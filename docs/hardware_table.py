@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "hardware.md"
 START, END = "<!-- The following tables are written by docs/hardware_table.py. -->\n\n", "<!-- End of the tables. -->\n"
 
-CARDS = {24: "rtx4090", 32: "", 48: "", 80: "h100", 141: "h200"}
+CARDS = {24: "rtx4090", 32: "rtx5090", 40: "a100-40", 48: "", 80: "h100", 141: "h200"}
 """Key of DEVICES of a GPU with each amount of memory in GB, or "" for a GPU that is not in DEVICES."""
 MEMORY_FRACTION = 0.95
 """Fraction of a single GPU's memory that JAX may use, as with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."""

@@ -202,6 +202,12 @@ def test_the_base_requirements_are_sufficient(module: str):
     assert module in own and {normalize(other) for other in others} <= BASE
 
 
+def test_judges_require_httpx_in_addition():
+    _, others = imported_with(f"{NAME}.judges")
+    extra = {normalize(requirement.name) for requirement in requirements("judge")}
+    assert {normalize(other) for other in others} - BASE == extra - BASE == {"httpx"}
+
+
 def test_base_requirements_are_the_imports_of_set_rl():
     assert LIBRARIES["set_rl"] == BASE
 
