@@ -112,7 +112,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         results_tables(results, line_styles),
         _figure_sections(drawn, metrics, timelines),
         asset("browser.html"),
-        bands_section(runs),
+        bands_section({label: run for label, run in runs.items() if run.config}),
         settings_section(
             {label: run.config for label, run in runs.items()}, {label: run.versions for label, run in runs.items()}
         ),

@@ -42,7 +42,7 @@ def bands_section(runs: Mapping[str, RunRecords]) -> str:
     """Returns HTML with the comparison of each run with the bands of its task and method, see check_run/bands.py.
 
     Args:
-      runs: Runs by label.
+      runs: Runs by label, each with a configuration.
     """
     parts = []
     for label, run in runs.items():
