@@ -94,7 +94,7 @@ def main() -> None:
     """Trains the runs and writes or checks the bands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
-    parser.add_argument("--steps", help="steps of evaluations, separated by commas")
+    parser.add_argument("--steps", help="steps of evaluations, separated by commas; --check uses those of the bands")
     parser.add_argument("--seeds", default="0:8", help="FIRST:END")
     parser.add_argument("--method", default="poly_epo")
     parser.add_argument("--reward", default="", choices=BROKEN)
@@ -102,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     file = BANDS / f"{options.recipe}-poly_epo.json"
     written = Bands(**json.loads(file.read_text())) if options.check else None
-    steps = [int(step) for step in (options.steps.split(",") if options.steps else written.values["eval/reward"])]
+    steps = [int(step) for step in (written.values["eval/reward"] if written else options.steps.split(","))]
     kind = "-".join(filter(None, [options.recipe, options.method, options.reward]))
     folders = [Path("runs/bands") / kind / str(seed) for seed in range(*map(int, options.seeds.split(":")))]
     for folder in folders:
