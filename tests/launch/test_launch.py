@@ -121,7 +121,7 @@ def test_tpu_run_does_not_train_if_the_doctor_fails(slice_of_one):
     assert not (host / "poly_epo_jax.log").exists()
 
 
-# The slice whose state is in the file `state`. `list` prints nothing before it is created. A new slice has an empty disk.
+# A slice with its state in the file `state`. `list` prints nothing before it is created. A new slice has an empty disk.
 PREEMPTIBLE = """#!/bin/bash
 cd "$HOST/.."
 [[ $4 == ss[h] || $4 == scp ]] || echo "$4 $*" >>calls
@@ -148,14 +148,14 @@ touch ended
 
 @pytest.mark.parametrize(("last", "code"), [("Done: a run", 0), ("ConfigError: a reason", 1)])
 def test_tpu_keep_resumes_a_run_until_it_has_ended(slice_of_one, tmp_path: Path, last: str, code: int):
-    repository, _, run = slice_of_one
+    run = slice_of_one[-1]
     scripts = {
         "bin/host_of_gcloud": GCLOUD.replace("--worker=all*", "*"),
         "bin/gcloud": PREEMPTIBLE,
         "bin/python": TRAINER,
         "bin/sleep": '#!/bin/bash\nuntil [ -e "$HOST/../ended" ]; do /bin/sleep 0.01; done\n',
         "repository/launch/help.sh": "",
-        "repository/launch/setup_env.sh": 'mkdir -p .venv/bin && >.venv/bin/activate && echo "setup $1" >>"$HOST/../calls"\n',
+        "repository/launch/setup_env.sh": "mkdir -p .venv/bin && >.venv/bin/activate && echo setup >>$HOST/../calls\n",
     }
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)

@@ -183,9 +183,7 @@ def violations(module: str, source: str) -> list[str]:
     found += [f"{module} uses {name}, which hides imports from this test." for name in HIDING if name in names(source)]
     is_outside = "__file__" in names(re.sub(NEXT_TO_THE_MODULE, "None", source))
     if is_outside and module != f"{NAME}.{RECIPES}":
-        found.append(
-            f"{module} uses __file__ other than in Path(__file__).with_name or .parent.glob; only read files next to the module."
-        )
+        found.append(f"{module} uses __file__ other than in {NEXT_TO_THE_MODULE}; only read files next to the module.")
     return found
 
 
