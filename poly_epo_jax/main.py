@@ -152,6 +152,7 @@ def _run(config: Config, prepared: Prepared) -> None:
         positions={problem.id: position for position, problem in enumerate(train_problems)},
     )
     problems, sampling = held_out_problems[: config.eval.num_problems], Sampling(**config.sampling, seed=config.seed)
+    sampling = dataclasses.replace(sampling, correlated=False)  # pass@k and intervals assume independent samples
     evaluate = partial(
         evaluate_held_out, rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop
     )
