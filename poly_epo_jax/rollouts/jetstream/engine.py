@@ -193,7 +193,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
                 rows,
                 prompts=np.zeros(samples, np.int32),
                 seeds=np.resize(seeds, samples),
-                lattice=np.tile(np.float32(INDEPENDENT), (samples, 1)),
+                lattice=np.tile(np.asarray(INDEPENDENT, np.float32), (samples, 1)),
                 tokens=np.full(samples, prompt[-1], np.int32),
                 positions=np.full(samples, len(prompt) - 1, np.int32),
                 limits=np.full(samples, request.max_tokens, np.int32),
