@@ -120,7 +120,7 @@ RULES = (
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
         says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, model.remat=full, train.rows_per_device=1 of 16,384 "
-        "tokens: 18.3 GB of 95 GB on each device; train.rows_per_device=13 would fit.",
+        "tokens: 61 GB of 95 GB on each device; train.rows_per_device=12 would fit.",
     ),
     Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
@@ -219,6 +219,7 @@ RULES = (
     Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, with a few attempts each"),
     Rule("python3 -m venv .venv", elsewhere="launch/setup_env.sh creates .venv"),
     Rule("python benchmarks/advantages.py", says="closed form"),
+    Rule("python benchmarks/compiled_machines.py", elsewhere="tests/benchmarks/test_compiled_machines.py"),
     Rule(
         "python benchmarks/correlated.py", elsewhere="tests/benchmarks/test_correlated_estimators.py, with one prompt"
     ),
@@ -232,6 +233,7 @@ RULES = (
     Rule("python benchmarks/step_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/update_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/weight_sync.py", "runs", says="runs: one writer"),
+    Rule("kubectl apply", elsewhere="tests/launch/test_jobset.py, without a cluster"),
     Rule("sbatch", says="of launch/slurm.sbatch"),
     Rule("source .venv/bin/activate"),
     Rule("source launch/setup_env.sh"),

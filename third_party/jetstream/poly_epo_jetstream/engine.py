@@ -26,8 +26,8 @@ from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.rollouts.embedded.slots import MIN_PADDED_PROMPT
 from poly_epo_jax.rollouts.embedded.token_sampling import INDEPENDENT
-from poly_epo_jax.rollouts.jetstream import patched as jetstream
 from poly_epo_jax.types import Params, Request, Sampling
+from poly_epo_jetstream import patched as jetstream
 
 BEGINNING = -1  # Token that JetStream prepends to every prompt. It is not in any vocabulary, and is removed.
 FIRST_TICKET = -2  # Tickets are numbered downwards from this value.
