@@ -153,6 +153,7 @@ def _run(config: Config, prepared: Prepared) -> None:
         pushed_dtype=pushed_dtype(config, policy.config),
     )
     problems, sampling = held_out_problems[: config.eval.num_problems], Sampling(**config.sampling, seed=config.seed)
+    sampling = dataclasses.replace(sampling, correlated=False)  # pass@k and intervals assume independent samples
     evaluate = partial(
         evaluate_held_out, rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop
     )

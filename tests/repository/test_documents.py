@@ -222,6 +222,9 @@ RULES = (
     Rule("python3 -m venv .venv", elsewhere="launch/setup_env.sh creates .venv"),
     Rule("python benchmarks/advantages.py", says="closed form"),
     Rule("python benchmarks/compiled_machines.py", elsewhere="tests/benchmarks/test_compiled_machines.py"),
+    Rule(
+        "python benchmarks/correlated.py", elsewhere="tests/benchmarks/test_correlated_estimators.py, with one prompt"
+    ),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
     Rule("python benchmarks/intervals.py", elsewhere="tests/benchmarks/test_intervals.py, with fewer cases"),
