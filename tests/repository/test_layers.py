@@ -35,6 +35,7 @@ LAYERS = (
     "startup",
     "fit_base",
     "evaluate",
+    "check_run",
     "report",
     "rejudge",
     "export",
