@@ -81,6 +81,7 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
 
     config.judge.name = "llm"
     config.judge.url = "http://127.0.0.1:30010"  # Qwen/Qwen3-4B-Instruct-2507
+    config.audit.every = 20
 
     config.rollouts.name = "sglang"
     config.rollouts.urls = "http://127.0.0.1:30000,http://127.0.0.1:30001,http://127.0.0.1:30002"

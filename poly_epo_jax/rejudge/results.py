@@ -13,6 +13,7 @@ from scipy.stats import rankdata
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges.variants import FIRST, Variant
 from poly_epo_jax.metrics.agreement import RAND_BOUNDS, adjusted_rand_index, degenerate_as_singletons, v_measure
+from poly_epo_jax.metrics.diversity import num_clusters
 from poly_epo_jax.metrics.intervals import mean_over_problems
 from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.rejudge.judge_groups import CLUSTERING, CLUSTERINGS
@@ -86,14 +87,14 @@ def judge_results(rows: Rows, wanted: Sequence[Variant]) -> dict[str, Any]:
     Returns:
       "num_problems", "failures" (numbers of failed requests of the first variant by kind), and means over problems,
       see `mean_over_problems`: "valid" (fraction of problems with a valid clustering), "degenerate" (fraction of
-      degenerate responses), "clusters" (number of distinct clusters, without the degenerate one), "seed_agreement" (adjusted Rand
-      index with the clusterings of other seeds) and "order_sensitivity" (1 minus the adjusted Rand index with the
-      clusterings of other orders). The last two are None without other seeds or orders.
+      degenerate responses), "clusters" (number of distinct clusters, without the degenerate one), "seed_agreement"
+      (adjusted Rand index with the clusterings of other seeds) and "order_sensitivity" (1 minus the adjusted Rand index
+      with the clusterings of other orders). The last two are None without other seeds or orders.
     """
     first = rows[FIRST]
     clusters = clusters_in(first)
     degenerate = [ids == DEGENERATE_CLUSTER for ids in clusters.values()]
-    distinct = [len({*ids.tolist()} - {DEGENERATE_CLUSTER}) for ids in clusters.values()]
+    distinct = [num_clusters(ids) for ids in clusters.values()]
     failures = Counter(row["failure"] for row in first.values() if row["failure"])
     others = {variant: clusters_in(rows[variant]) for variant in wanted if variant != FIRST}
     by_seed = _agreements(clusters, [found for variant, found in others.items() if variant.seed])
@@ -125,10 +126,10 @@ def pair_results(
         not compared.
 
     Returns:
-      "num_problems", and means over problems, see `mean_over_problems`: "adjusted_rand_index" and "v_measure", with each
-      degenerate response as its own cluster, "rank_correlation" (Spearman) of the advantages, over the problems whose advantages
-      differ between responses with both clusterings, and "sign_changes" (fraction of responses whose advantage has
-      another sign).
+      "num_problems", and means over problems, see `mean_over_problems`: "adjusted_rand_index" and "v_measure", with
+      each degenerate response as its own cluster, "rank_correlation" (Spearman) of the advantages, over the problems
+      whose advantages differ between responses with both clusterings, and "sign_changes" (fraction of responses whose
+      advantage has another sign).
     """
     pairs = [(degenerate_as_singletons(first[name]), degenerate_as_singletons(second[name])) for name in names]
     found: dict[str, Any] = {

@@ -39,6 +39,7 @@ MUTABLE_KEYS = (
     "base.cache_dir",
     "model.path",
     "rollouts.",
+    "audit.",
     "judge.url",
     "judge.api_key_env",
     "judge.options.attempts",

@@ -37,6 +37,7 @@ LAYERS = (
     "evaluate",
     "report",
     "rejudge",
+    "audit",
     "export",
     "bench",
     "doctor",
