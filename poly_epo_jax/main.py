@@ -159,7 +159,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     step = progress.step
     with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
         is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
-        audit = BackgroundAudit(config, task) if config.audit.every and tracker else None
+        audit = BackgroundAudit(config, task, stop) if config.audit.every and tracker else None
         try:
             submit = audit and audit.submit
             run_in_loop(train(trainer, evaluate, checkpoints, tracker, config, is_evaluated, submit), stop)

@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from rich.table import Table
 
 from poly_epo_jax.audit.auditor import Auditor, missing_audits, warn_of_failures
 from poly_epo_jax.config.keys import Config, ConfigError
-from poly_epo_jax.judges.capacity import CHARS_PER_TOKEN
 from poly_epo_jax.metrics.intervals import interval_text
 from poly_epo_jax.metrics.judge_audit import AUDIT_METRICS, summarize
 from poly_epo_jax.records.progress import progress_bar
@@ -48,8 +46,6 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
     Raises:
       ValueError, OSError: If the folder has no logged generations, or is in use by a run. Completed audits are kept.
     """
-    if flags.run is None:
-        raise ConfigError("The run folder is missing; specify it.")
     if not config.audit.every:
         raise ConfigError("audit.every=0 selects no steps; set it to a multiple of log.generations_every.")
     steps = {row["step"] for row in read_rows(flags.run / GENERATIONS)}
@@ -58,11 +54,7 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
     auditor = Auditor(config, make_task(config.task))
     with lock_run_folder(flags.run):
         missing = list(missing_audits(flags.run, auditor, config.audit.every, max(steps)))
-        groups = [group for _, of_step in missing for group in of_step]
-        if groups:
-            texts = [group.problem.prompt for group in groups], [text for one in groups for text in one.responses]
-            prompt, response = (math.ceil(max(map(len, one)) / CHARS_PER_TOKEN) for one in texts)
-            print(auditor.cost(len(groups), prompt, response, max(len(group.responses) for group in groups)))
+        print(auditor.cost(sum(len(groups) for _, groups in missing)))
         with progress_bar("audited steps", len(missing)) as show:
             for number, (step, of_step) in enumerate(missing, 1):
                 append_rows(flags.run / AUDIT, asyncio.run(auditor.audit(step, of_step)))
@@ -79,7 +71,9 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with `arguments` (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", nargs="?", help="run folder")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", nargs="?", default=Path("."), help="run folder (default: the current folder)"
+    )
     return run_command(parser, arguments, run_audit, training=False)
 
 

@@ -24,7 +24,7 @@ from poly_epo_jax.records.recorded_groups import RecordedGroup, read_generations
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, LOGGED_GENERATION
 from poly_epo_jax.rejudge.inputs import with_answers
 from poly_epo_jax.rejudge.judge_groups import REQUESTED_AGAIN, request_clustering
-from poly_epo_jax.startup.read_config import make_judge
+from poly_epo_jax.startup.read_config import make_judge, training_judge
 from poly_epo_jax.system.json_files import Row, keep_rows, read_rows
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Judge, Task
 
@@ -46,7 +46,7 @@ class Auditor:
 
     def __init__(self, config: Config, task: Task):
         self._config, self._task = config, task
-        self._judge = make_judge(config.judge, task)
+        self._judge = training_judge(config, task)
         self._second = make_judge(config.audit.judge, task) if JUDGES[config.audit.judge.name].clusters else None
 
     def sample(self, step: int, rows: Iterable[Row]) -> list[RecordedGroup]:
@@ -69,64 +69,52 @@ class Auditor:
         """
         return await asyncio.gather(*(self._audit(step, group) for group in with_answers(groups, self._task)))
 
-    def cost(self, num_groups: int, prompt_tokens: int, response_tokens: int, num_responses: int) -> str:
-        """Returns a sentence with the maximum numbers of requests and tokens of an audit.
-
-        Args:
-          num_groups: Number of audited groups.
-          prompt_tokens: Maximum number of tokens of a prompt.
-          response_tokens: Maximum number of tokens of a response.
-          num_responses: Number N of responses per group.
-        """
-        requests = [(self._config.judge, num_groups * (len(REPEATED) + len(PROBES)))]
-        requests += [(self._config.audit.judge, num_groups)] if self._second else []
-        per_request = prompt_tokens + (num_responses + 1) * (response_tokens + TOKENS_PER_FRAME + TOKENS_PER_VERDICT)
+    def cost(self, num_groups: int) -> str:
+        """Returns a sentence with the maximum numbers of requests and tokens of the audits of this many groups."""
+        config, train = self._config, self._config.train
+        response = config.sampling.max_tokens + TOKENS_PER_FRAME + TOKENS_PER_VERDICT
+        millions = (train.max_prompt_tokens + (train.num_generations + 1) * response) / 1e6
+        requests = [(config.judge, num_groups * (len(REPEATED) + len(PROBES)))]
+        requests += [(config.audit.judge, num_groups)] if self._second else []
         parts = [
             f"{count:,} requests to {section.dotted('name')}={section.name!r}"
-            + f" ({count * per_request / 1e6:.3g} million tokens without the rubric)" * bool(section.url)
+            + f" ({count * millions:.3g} million tokens without the rubric)" * bool(section.url)
             for section, count in requests
         ]
         return f"Audits of {num_groups:,} prompts: at most {' and '.join(parts)}, without repeated requests."
 
     async def _audit(self, step: int, group: RecordedGroup) -> Row:
-        row = empty_row(step, group)
-        recorded = degenerate_as_singletons(np.array(group.clusters))
-
-        async def request(name: str, judge: Judge, asked: RecordedGroup, variant: Variant) -> np.ndarray | None:
-            try:
-                found = await request_clustering(judge, asked, variant)
-            except Exception as error:  # a user's judge may raise any exception, which must not stop the run
-                found = {"clusters": None, "failure": "raised", "reason": f"{type(error).__name__}: {error}"}
-            if found["clusters"] is None:
-                row["failures"][name] = f"{found['failure']}: {found['reason']}"
-                return None
-            return np.array(found["clusters"])
-
-        async def ask_again(name: str) -> None:
-            ids = await request(name, self._judge, group, REPEATED[name])
-            if ids is not None:
-                row["probes"][name] = 1 - pairwise_agreement(recorded, degenerate_as_singletons(ids))
-
-        async def ask_with_copy(name: str, place: int) -> None:
-            copy = copy_of(group.responses[place], PROBES[name], group.problem, self._task)
-            if copy is not None:
-                added = dataclasses.replace(group, responses=(*group.responses, copy))
-                ids = await request(name, self._judge, added, COPIED)
-                if ids is not None:
-                    row["probes"][name] = float(ids[-1] not in (ids[place], DEGENERATE_CLUSTER))
-
-        async def ask_second(second: Judge) -> None:
-            ids = await request("auditor", second, group, FIRST)
-            row["auditor"] = None if ids is None else ids.tolist()
-
+        asked = {name: (self._judge, group, variant) for name, variant in REPEATED.items()}
+        if self._second:
+            asked["auditor"] = (self._second, group, FIRST)
         places = [] if group.turns else np.flatnonzero(np.array(group.clusters) != DEGENERATE_CLUSTER)
-        place = places[zlib.crc32(group.name.encode()) % len(places)] if len(places) else None
-        await asyncio.gather(
-            *([ask_second(self._second)] if self._second else []),
-            *map(ask_again, REPEATED),
-            *([] if place is None else [ask_with_copy(name, place) for name in PROBES]),
-        )
+        place = int(places[zlib.crc32(group.name.encode()) % len(places)]) if len(places) else 0
+        for name, rules in PROBES.items() if len(places) else ():
+            if copy := copy_of(group.responses[place], rules, group.problem, self._task):
+                added = dataclasses.replace(group, responses=(*group.responses, copy))
+                asked[name] = (self._judge, added, COPIED)
+        replies = await asyncio.gather(*(_request(*one) for one in asked.values()))
+        by_name = dict(zip(asked, replies, strict=True))
+        found = {name: reply for name, reply in by_name.items() if isinstance(reply, np.ndarray)}
+        row = empty_row(step, group, {name: reply for name, reply in by_name.items() if isinstance(reply, str)})
+        if "auditor" in found:
+            row["auditor"] = found.pop("auditor").tolist()
+        recorded = degenerate_as_singletons(np.array(group.clusters))
+        for name, ids in found.items():
+            if name in REPEATED:
+                row["probes"][name] = 1 - pairwise_agreement(recorded, degenerate_as_singletons(ids))
+            else:
+                row["probes"][name] = float(ids[-1] not in (ids[place], DEGENERATE_CLUSTER))
         return row
+
+
+async def _request(judge: Judge, group: RecordedGroup, variant: Variant) -> np.ndarray | str:
+    """Returns the cluster ids in the recorded order, or the kind and the reason of the failure."""
+    try:
+        found = await request_clustering(judge, group, variant)
+    except Exception as error:  # a user's judge may raise any exception, which must not stop the run
+        return f"raised: {type(error).__name__}: {error}"
+    return f"{found['failure']}: {found['reason']}" if found["clusters"] is None else np.array(found["clusters"])
 
 
 def empty_row(step: int, group: RecordedGroup, failures: Mapping[str, str] | None = None) -> Row:

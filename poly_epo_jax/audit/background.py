@@ -2,15 +2,20 @@
 
 import asyncio
 import queue
+import signal
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.audit.auditor import UNFINISHED, Auditor, empty_row, missing_audits, warn_of_failures
 from poly_epo_jax.config.keys import Config, max_draws
+from poly_epo_jax.metrics.intervals import interval_text
+from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.records.run_folder import AUDIT, writing
 from poly_epo_jax.system.json_files import Row, append_rows
+from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import Task
 
 MAX_PENDING = 64
@@ -25,19 +30,19 @@ class BackgroundAudit:
     Args:
       config: The configuration.
       task: Task of the run.
+      stop: Stops the run, after a completed step that is saved, if an inflation exceeds `audit.stop_inflation`.
     """
 
-    def __init__(self, config: Config, task: Task):
+    def __init__(self, config: Config, task: Task, stop: StopSignal):
+        self._config, self._stop = config, stop
         self._folder = Path(config.workdir)
         self._auditor, self._lock, self._closed = Auditor(config, task), threading.Lock(), False
         self._pending: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue()
         self._incomplete: dict[int, list[RecordedGroup]] = {}
-        train, steps = config.train, range(1, config.train.num_steps + 1)
-        num_audits = sum(step % config.audit.every == 0 or step == train.num_steps for step in steps)
-        sizes = train.max_prompt_tokens, config.sampling.max_tokens, train.num_generations
-        num_prompts = min(config.audit.num_prompts, max_draws(train))
-        print(self._auditor.cost(num_audits * num_prompts, *sizes))
-        for step, groups in missing_audits(self._folder, self._auditor, config.audit.every, config.train.num_steps):
+        every, num_steps = config.audit.every, config.train.num_steps
+        num_prompts = min(config.audit.num_prompts, max_draws(config.train))
+        print(self._auditor.cost(-(-num_steps // every) * num_prompts))
+        for step, groups in missing_audits(self._folder, self._auditor, every, num_steps):
             self._submit(step, groups)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), name="audit", daemon=True)
         self._thread.start()
@@ -82,6 +87,17 @@ class BackgroundAudit:
                 if not self._closed:
                     del self._incomplete[step]
                     self._write(rows)
+                    self._check_inflation(step, rows)
+
+    def _check_inflation(self, step: int, rows: Sequence[Row]) -> None:
+        found, limit = summarize(rows, self._config.algo.set_size)["inflation"], self._config.audit.stop_inflation
+        if limit and found and (found["low"] or 0) > limit:
+            print(
+                f"Warning: The run stops, because the judge counts {interval_text(found)} times as many clusters as "
+                f"the auditor in step {step}, above audit.stop_inflation={limit:g}. Set a higher value to resume.",
+                file=sys.stderr,
+            )
+            self._stop.request(signal.SIGTERM)
 
     def _write(self, rows: Sequence[Row]) -> None:
         with writing(self._folder):

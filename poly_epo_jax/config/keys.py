@@ -139,6 +139,12 @@ class JudgeSection(JudgeKeys, name="judge"):
         "code that does so)",
         one_of("drop", "drop_always", "distinct"),
     )
+    verify: str = key(
+        "",
+        "judge whose partition is joined with that of judge.name in each step (second = audit.judge: two responses "
+        "share a cluster if either judge says so, directly or through others; empty = none)",
+        one_of("", "second"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +164,12 @@ class AuditSection(Section, name="audit"):
     num_prompts: int = key(16, "number of prompts per audited step, drawn at random", Range(1, 10**6))
     wait_seconds: float = key(
         60.0, "maximum wait in seconds for audits in progress at the end of a run", Range(0, 10**6)
+    )
+    stop_inflation: float = key(
+        0.0,
+        "inflation above which a run is saved and stops: clusters of the judge / clusters of the auditor, the lower "
+        "end of the 95% interval of an audited step (0 = never)",
+        Range(1, 1000, special=0),
     )
     judge: AuditorSection = AuditorSection()
 

@@ -83,7 +83,7 @@ def audit_details(label: str, folder: Path, rows: Sequence[Row], set_size: int) 
     responses = {group.name: group.responses for group in read_generations(logged)}
     for row in order[:SHOWN_PROMPTS]:
         texts = [TextExcerpt.of(text).within(SHOWN_CHARACTERS) for text in responses.get(row["group"], ())]
-        lines = sorted(zip(row["clusters"], row["auditor"], texts, strict=False))
-        shown = text_table(["judge", "auditor", "response"], [[*map(str, line)] for line in lines])
+        lines = sorted(zip(texts, row["clusters"], row["auditor"], strict=False), key=itemgetter(1, 2))
+        shown = text_table(["response", "judge", "auditor"], [[*map(str, line)] for line in lines])
         parts.append(f"<details><summary>Disagreement: {html.escape(row['group'])}</summary>{shown}</details>")
     return "".join([*parts, metric_list(AUDIT_METRICS.values())])

@@ -16,6 +16,7 @@ from poly_epo_jax.config.keys import Config, ConfigError, JudgeKeys, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
@@ -136,6 +137,16 @@ def make_judge(section: JudgeKeys, task: Task) -> Judge:
             f"{compatible}."
         )
     return entry.open(task, section, **section.options)
+
+
+def training_judge(config: Config, task: Task) -> Judge:
+    """Builds the judge of training: that of `judge`, joined with that of `audit.judge` if `judge.verify` is set.
+
+    Raises:
+      ConfigError: If the task does not implement the protocol that a judge requires.
+    """
+    judge = make_judge(config.judge, task)
+    return JoinedJudge(judge, make_judge(config.audit.judge, task)) if config.judge.verify else judge
 
 
 def registry_entries(config: Config) -> dict[str, Entry]:

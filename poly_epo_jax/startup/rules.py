@@ -49,6 +49,11 @@ def command_rules(config: Config) -> Rules:
         f"audit.every={audit.every} must be a multiple of log.generations_every={config.log.generations_every}, "
         "because audits read generations.jsonl; change one of them.",
     )
+    needs_auditor = "judge.verify='second'" if config.judge.verify else f"audit.stop_inflation={audit.stop_inflation:g}"
+    yield (
+        (config.judge.verify or audit.stop_inflation) and not JUDGES[audit.judge.name].clusters,
+        f"{needs_auditor} requires a second judge that clusters; set audit.judge.name.",
+    )
     yield (
         audit.every and not JUDGES[config.judge.name].clusters,
         f"audit.every={audit.every} requires clusters, which judge.name={config.judge.name!r} does not provide; set "

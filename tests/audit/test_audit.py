@@ -19,6 +19,7 @@ from poly_epo_jax.judges import JUDGES, JudgeEntry
 from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, METRICS
 from poly_epo_jax.system.json_files import append_rows, read_rows
+from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Clustering, Group, JudgeFailure
 
@@ -217,20 +218,21 @@ def test_the_command_audits_a_finished_run(tmp_path: Path, capsys: pytest.Captur
     assert main([str(run), *flags]) == 1 and "audit.every=0" in capsys.readouterr().err
 
 
-def train_audited(folder: Path, auditor: str | None, num_steps: int = 4) -> list[str]:
+def train_audited(folder: Path, auditor: str | None, num_steps: int = 4, **changes: Any) -> list[str]:
     """Trains the tiny policy, with an auditor or without audits, and returns the order of the calls of its judge."""
-    judge = Calls()
+    judge, stop = Calls(), StopSignal()
     settings = {"train.num_steps": num_steps, "log.generations_every": 1, "eval.every": 0, "workdir": str(folder)}
     audit = None
     if auditor is not None:
         audited = {"judge.name": "Letters", "audit.judge.name": auditor, "audit.every": 2}
-        audit = BackgroundAudit(tiny_config(**settings | audited), ByLetter())
+        audit = BackgroundAudit(tiny_config(**settings | audited | changes), ByLetter(), stop)
         settings |= {"audit.every": 2}
     try:
         train_tiny(folder, changes=settings, judge=judge, update=UPDATE, audit=audit and audit.submit)
     finally:
         if audit is not None:
             audit.close(0.0 if auditor == "Asleep" else PATIENCE)
+    asyncio.run(stop.check())
     return judge.calls
 
 
@@ -278,3 +280,21 @@ def test_a_resumed_run_repeats_the_audits_that_are_missing(tmp_path: Path):
     train_audited(tmp_path / "run", "Letters", num_steps=4)
     rows = [*read_rows(tmp_path / "run" / AUDIT, AUDITED)]
     assert sorted(row["step"] for row in rows) == [2, 2, 2, 4, 4, 4] and not any(row["failures"] for row in rows)
+
+
+class Single(Perfect):
+    """Assigns all responses to one cluster."""
+
+    async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+        return Clustering(np.zeros(len(group.generations), np.int32))
+
+
+def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    JUDGES["Single"] = JudgeEntry(Single, "a test")
+    try:
+        train_audited(tmp_path / "low", "Single", **{"audit.stop_inflation": 5.0})
+        with pytest.raises(Stopped):
+            train_audited(tmp_path / "high", "Single", **{"audit.stop_inflation": 1.01})
+    finally:
+        del JUDGES["Single"]
+    assert "in step 2, above audit.stop_inflation=1.01" in capsys.readouterr().err
