@@ -54,7 +54,8 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
     auditor = Auditor(config, make_task(config.task))
     with lock_run_folder(flags.run):
         missing = list(missing_audits(flags.run, auditor, config.audit.every, max(steps)))
-        print(auditor.cost(sum(len(groups) for _, groups in missing)))
+        if missing:
+            print(auditor.cost(sum(len(groups) for _, groups in missing)))
         with progress_bar("audited steps", len(missing)) as show:
             for number, (step, of_step) in enumerate(missing, 1):
                 append_rows(flags.run / AUDIT, asyncio.run(auditor.audit(step, of_step)))
