@@ -110,6 +110,8 @@ RULES = (
     Rule("pytest", elsewhere="runs this test"),
     Rule("poly-epo explain", says="+0.098"),
     Rule("poly-epo recipes", says="polynomial"),
+    Rule("poly-epo audit", elsewhere="tests/audit/test_audit.py, without language models"),
+    Rule("poly-epo train --config=polaris --config.audit", elsewhere="tests/audit/test_audit.py, without servers"),
     Rule("poly-epo rejudge runs/planted", elsewhere="tests/examples/test_embedding_judge.py, with a tiny encoder"),
     Rule("poly-epo rejudge responses.jsonl", elsewhere="tests/rejudge/test_command.py, without language models"),
     Rule("poly-epo rejudge runs/polynomial-poly_epo", says="report: runs/rejudge/report.html"),
