@@ -14,10 +14,13 @@ from tiny_training import tiny_config, tiny_update, train_tiny
 from poly_epo_jax.audit.__main__ import main
 from poly_epo_jax.audit.auditor import Auditor, missing_audits
 from poly_epo_jax.audit.background import BackgroundAudit
-from poly_epo_jax.config.keys import Config
+from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges import JUDGES, JudgeEntry
+from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, METRICS
+from poly_epo_jax.startup.command_line import read_arguments
+from poly_epo_jax.startup.read_config import training_judge
 from poly_epo_jax.system.json_files import append_rows, read_rows
 from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.tasks import TASKS
@@ -298,3 +301,25 @@ def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path, capsys: pyte
     finally:
         del JUDGES["Single"]
     assert "in step 2, above audit.stop_inflation=1.01" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["audit.every=15"], "log.generations_every=10"),
+        (["audit.every=10", "judge.name=none", "algo.advantages=grpo"], "judge.name='none'"),
+        (["judge.verify=second"], "audit.judge.name"),
+        (["audit.stop_inflation=1.5"], "audit.judge.name"),
+        (["audit.judge.name=llm"], "audit.judge.url"),
+        (["audit.judge.options.error_rat=0.5", "audit.judge.name=exact"], "error_rat"),
+    ],
+)
+def test_invalid_combinations_are_rejected(flags: list[str], named: str):
+    with pytest.raises(ConfigError, match=named):
+        read_arguments(["--config=polynomial", *(f"--config.{flag}" for flag in flags)])
+
+
+def test_verified_judges_are_joined():
+    flags = ["judge.verify=second", "audit.judge.name=ngrams"]
+    config = read_arguments(["--config=polynomial", *(f"--config.{flag}" for flag in flags)])
+    assert isinstance(training_judge(config, TASK), JoinedJudge)
