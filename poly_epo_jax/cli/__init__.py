@@ -14,6 +14,7 @@ COMMANDS = {
     "rejudge": ("poly_epo_jax.rejudge", "compare judges on recorded responses"),
     "audit": ("poly_epo_jax.audit", "audit the judge of a run on its logged generations"),
     "report": ("poly_epo_jax.report", "draw runs and evaluations on one page"),
+    "check-run": ("poly_epo_jax.check_run", "compare a run with its recipe and with bands of seeds"),
     "study": ("poly_epo_jax.study", "compare methods over learning rates, seeds and tasks"),
     "fit-base": ("poly_epo_jax.fit_base", "fit a base policy without training it"),
     "export": ("poly_epo_jax.export", "write a policy as a Hugging Face folder"),

@@ -5,9 +5,11 @@ import contextlib
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import httpx
+import numpy as np
 
 from poly_epo_jax.config.checks import NOT_EMPTY, one_of
 from poly_epo_jax.config.keys import JudgeKeys
@@ -18,7 +20,7 @@ from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context,
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.digests import file_digests
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds
-from poly_epo_jax.types import Clustering, Group, JudgeFailure, JudgeLoad, Task
+from poly_epo_jax.types import Clustering, Generation, Group, JudgeFailure, JudgeLoad, Problem, Task
 
 COUNTS = ("retries", "shortened_responses", "prompt_tokens", "reply_tokens")
 INVALID = ("truncated", "malformed")
@@ -40,7 +42,7 @@ class LLMJudge:
       malformed    The reply does not match the schema. The request is retried with another seed.
 
     Args:
-      task: Task of the run. Not used.
+      task: Task of the run, or None. Not used.
       section: Section `judge` of the configuration: URL, model, API key and request limits.
       temperature: Sampling temperature of the judge.
       send_seed: Whether requests contain a seed. Without a seed and with temperature 0, invalid replies are not
@@ -66,7 +68,7 @@ class LLMJudge:
 
     def __init__(
         self,
-        task: Task,
+        task: Task | None,
         section: JudgeKeys,
         *,
         temperature: Annotated[float, Range(0, 2)] = 0.7,
@@ -97,6 +99,14 @@ class LLMJudge:
         self._max_tokens, self._context_tokens = max_tokens, context_tokens
         self._max_response_chars = max_response_chars
         self.model, self._listed_model, self._server = section.model, "", ChatServer(section)
+
+    async def __call__(self, question: str, responses: Sequence[str]) -> Clustering | JudgeFailure:
+        """Clusters the responses to a question of another program, see `cluster`."""
+        ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)  # one token, which the judge does not read
+        generations = [
+            Generation(ids, logprobs, ids == 0, (response,), "stop", weight_versions=ids) for response in responses
+        ]
+        return await self.cluster(Group(Problem(question, question, answer=""), ids, tuple(generations)))
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
         """Requests a clustering, with a rationale for each response. Returns the last failure if all attempts fail."""

@@ -6,7 +6,7 @@ Where several axes occur, array names end in their axes: P prompts, N generation
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from poly_epo_jax.set_rl.groups import Scalars, as_features, cluster_sizes, rarity, same_cluster, subtract_mean
+from poly_epo_jax.set_rl.array_kinds import in_kind_of, returns_kind_of_input
+from poly_epo_jax.set_rl.groups import Scalars, Tensor, as_features, cluster_sizes, rarity, same_cluster, subtract_mean
 from poly_epo_jax.set_rl.sets import Sets, as_sets, check_set_size
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
@@ -31,8 +32,8 @@ def features_read(function: Callable[..., Array]) -> tuple[str, ...]:
 def marginal_set_advantages(
     objective: SetObjective,
     sets: Sets,
-    **features: Shaped[Array | np.ndarray, "P N ..."] | Sequence[Any],
-) -> Float[Array, "P N"]:
+    **features: Shaped[Array | np.ndarray, "P N ..."] | Sequence[Any] | Tensor,
+) -> Any:
     """Computes the marginal set advantage of each generation (paper §3, algorithm 1).
 
     The advantage of a set is A(G) = f(G) - mean of f over the K sets. The marginal set advantage A_marg(y) is the mean
@@ -52,6 +53,11 @@ def marginal_set_advantages(
         `sets` has an invalid shape or was made for another N, if n >= N, or if the objective does not return one score
         per set.
     """
+    first = next(iter(features.values()), None)
+    return in_kind_of(first, lambda: _marginal_set_advantages(objective, sets, features))
+
+
+def _marginal_set_advantages(objective: SetObjective, sets: Sets, features: Mapping[str, Any]) -> Float[Array, "P N"]:
     reads = features_read(objective)
     missing = [name for name in reads if name not in features]
     if missing:
@@ -73,6 +79,7 @@ def marginal_set_advantages(
     return jax.vmap(one_prompt, in_axes=(sets_axis, 0))(table, {name: arrays[name] for name in reads})
 
 
+@returns_kind_of_input
 def polychromic_advantages(rewards: Scalars, clusters: Scalars, set_size: int) -> Float[Array, "P N"]:
     """Computes the marginal set advantages of the polychromic objective over all C(N, n) sets (paper §4).
 
@@ -94,6 +101,7 @@ def polychromic_advantages(rewards: Scalars, clusters: Scalars, set_size: int) -
     return _effects(rewards, clusters, set_size).score
 
 
+@returns_kind_of_input
 def reward_plus_diversity_advantages(rewards: Scalars, clusters: Scalars, set_size: int) -> Float[Array, "P N"]:
     """Computes the marginal set advantages of `reward_plus_diversity` over all C(N, n) sets without forming them.
 
@@ -124,6 +132,7 @@ class Synergy(NamedTuple):
     synergy: Float[Array, "P N"]
 
 
+@returns_kind_of_input
 def exploration_exploitation_synergy(rewards: Scalars, clusters: Scalars, set_size: int) -> Synergy:
     """Splits the polychromic advantage into product and synergy (paper §5, Exploration-Exploitation Synergy).
 
@@ -147,6 +156,7 @@ def exploration_exploitation_synergy(rewards: Scalars, clusters: Scalars, set_si
     return Synergy(product, on.score - product)
 
 
+@returns_kind_of_input
 def grpo_advantages(rewards: Scalars) -> Float[Array, "P N"]:
     """Computes GRPO's advantage A_i = r_i - mean r, without dividing by a standard deviation (paper appendix).
 
@@ -163,6 +173,7 @@ def grpo_advantages(rewards: Scalars) -> Float[Array, "P N"]:
     return subtract_mean(rewards)
 
 
+@returns_kind_of_input
 def grpo_div_advantages(rewards: Scalars, clusters: Scalars, diversity_coef: float) -> Float[Array, "P N"]:
     """Computes GRPO's advantage with a bonus for small clusters: centered r_i + lambda d_i (paper §6.1, GRPO+DIV).
 

@@ -1,7 +1,7 @@
 """Converts and checks the inputs of set_rl, centers values over a prompt, and compares clusters."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,26 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
-Scalars = Shaped[Array | np.ndarray, "P N"] | Sequence[Sequence[float]]
+
+@runtime_checkable
+class Tensor(Protocol):
+    """A torch tensor, recognized by its attributes, because torch is not imported."""
+
+    requires_grad: bool
+
+    def __dlpack__(self, *args: Any, **options: Any) -> Any: ...
+    def detach(self) -> Any: ...
+
+
+Scalars = Shaped[Array | np.ndarray, "P N"] | Sequence[Sequence[float]] | Tensor
 """Numbers or ids of the N generations of P prompts, before `as_features` converts and checks them."""
-Embeddings = Shaped[Array | np.ndarray, "P N D"] | Sequence[Sequence[Sequence[float]]]
+Embeddings = Shaped[Array | np.ndarray, "P N D"] | Sequence[Sequence[Sequence[float]]] | Tensor
 """Embeddings with D dimensions of the N generations of P prompts, before `as_features` converts and checks them."""
 
 _INTEGERS = ("clusters", "sets", "sequence_ids")
 _NUMBERS = ("rewards", "mean_logprob", "embeddings", "logprobs", "old_logprobs", "advantages", "weights", "log_ratio")
+FEATURES = ("rewards", "clusters", "mean_logprob", "embeddings")
+"""Names of the features that functions of set_rl read."""
 _EXTRA_AXES = {"rewards": 0, "clusters": 0, "mean_logprob": 0, "embeddings": 1}  # after [P, N]
 
 
@@ -50,54 +63,81 @@ def as_features(num_axes: int | None = 2, **features: Any) -> tuple[Array, ...]:
 
 
 def as_array(name: str, values: Any, counts: Any = True) -> Array:
-    """Converts the values of an argument to an array. Values are checked outside jit only, where they are known.
-
-    Arguments with names in `_INTEGERS` become int32. Integers, booleans and 16-bit floats become float32 if the name is
-    in `_NUMBERS`. Other arrays keep their type, but 64-bit types become 32-bit types unless `jax_enable_x64` is set.
+    """Converts the values of an argument to a JAX array. Values are checked outside jit only, where they are known.
 
     Args:
-      name: Name of the argument. It determines the type, and is included in error messages.
-      values: An array, a nested list, or another object that NumPy can convert.
+      name: Name of the argument, see `as_numpy`.
+      values: A JAX array, or an object that `as_numpy` converts.
       counts: Mask of the values that are checked.
 
     Returns:
       The array.
 
     Raises:
-      ValueError: If the values cannot be converted to numbers, are not integers although integers are required, exceed
-        the range of the type, or are NaN or infinite.
+      ValueError: If the values are invalid, see `as_numpy`.
     """
-    if not isinstance(values, Array):
-        try:
-            values = np.asarray(values)
-        except (TypeError, ValueError, RuntimeError) as error:
-            kind = f"{type(values).__module__}.{type(values).__name__}"
-            raise ValueError(
-                f"{name} of type {kind} cannot be converted to an array ({error}); pass an array or a nested list of "
-                "numbers, and convert a torch tensor with .detach().float().cpu().numpy()."
-            ) from None
-    is_integer = jnp.issubdtype(values.dtype, jnp.integer) or values.dtype == bool
-    if not (is_integer or (jnp.issubdtype(values.dtype, jnp.floating) and name not in _INTEGERS)):
+    if isinstance(values, Tracer):
+        return jnp.asarray(values, _dtype(name, values.dtype))
+    checked = as_numpy(name, values, counts)
+    return jnp.asarray(values if isinstance(values, Array) else checked, checked.dtype)
+
+
+def as_numpy(name: str, values: Any, counts: Any = True) -> np.ndarray:
+    """Converts the values of an argument to a NumPy array, and checks them.
+
+    Arguments with names in `_INTEGERS` become int32. Integers, booleans and 16-bit floats become float32 if the name is
+    in `_NUMBERS`. Other arrays keep their type, but 64-bit types become 32-bit types unless `jax_enable_x64` is set.
+
+    Args:
+      name: Name of the argument. It determines the type, and is included in error messages.
+      values: An array, a torch tensor, a nested list, or another object that NumPy can convert.
+      counts: Mask of the values that are checked.
+
+    Returns:
+      The array.
+
+    Raises:
+      ValueError: If the values cannot be converted to numbers, require a gradient in torch, are not integers although
+        integers are required, exceed the range of the type, or are NaN or infinite.
+    """
+    try:
+        if isinstance(values, Tensor):
+            # NumPy does not support bfloat16. Tensors that require a gradient raise RuntimeError.
+            is_short = values.is_floating_point() and values.element_size() < 4
+            given = (values.float() if is_short else values).cpu().numpy()
+        else:
+            given = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"{type(values).__module__}.{type(values).__name__}"
+        raise ValueError(
+            f"{name} of type {kind} cannot be converted to an array ({error}); pass an array, a torch tensor or a "
+            f"nested list of numbers. Gradients of torch tensors are not computed: pass {name}.detach()."
+        ) from None
+    dtype = _dtype(name, given.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = given.astype(dtype)
+    is_valid = np.isfinite(converted) if jnp.issubdtype(dtype, jnp.floating) else converted == given
+    is_invalid = ~is_valid & counts
+    if is_invalid.any():
+        index = np.argwhere(is_invalid)[0].tolist()
+        value = given[tuple(index)]
+        raise ValueError(
+            f"{name} contains {'NaN' if np.isnan(value) else value} at index {index}, but must contain finite {dtype} "
+            "values; replace this value."
+        )
+    return converted
+
+
+def _dtype(name: str, given: np.dtype) -> np.dtype:
+    """Returns the type to which `as_numpy` converts values of the type `given`."""
+    is_integer = given.kind == "b" or jnp.issubdtype(given, jnp.integer)
+    if not (is_integer or (name not in _INTEGERS and jnp.issubdtype(given, jnp.floating))):
         required = "integers" if name in _INTEGERS else "numbers"
-        raise ValueError(f"{name} has the type {values.dtype}; pass an array of {required}.")
-    dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # without 64 bits, unless they are enabled
+        raise ValueError(f"{name} has the type {given}; pass an array of {required}.")
     if name in _INTEGERS:
-        dtype = np.dtype(np.int32)
-    elif name in _NUMBERS:
-        dtype = jnp.result_type(float if is_integer else dtype, jnp.float32)
-    if not isinstance(values, Tracer):
-        given = np.asarray(values)
-        with np.errstate(over="ignore", invalid="ignore"):
-            converted = given.astype(dtype)
-        is_valid = np.isfinite(converted) if jnp.issubdtype(dtype, jnp.floating) else converted == given
-        invalid = np.argwhere(~is_valid & counts).tolist()
-        if invalid:
-            value = given[tuple(invalid[0])]
-            raise ValueError(
-                f"{name} contains {'NaN' if np.isnan(value) else value} at index {invalid[0]}, but must contain finite "
-                f"{dtype} values; replace this value."
-            )
-    return jnp.asarray(values, dtype)
+        return np.dtype(np.int32)
+    canonical = jax.dtypes.canonicalize_dtype(given)  # without 64 bits, unless they are enabled
+    return jnp.result_type(float if is_integer else canonical, jnp.float32) if name in _NUMBERS else canonical
 
 
 def subtract_mean(values: Shaped[Array, "*prompts N"]) -> Float[Array, "*prompts N"]:

@@ -21,6 +21,7 @@ from poly_epo_jax.set_rl.advantages import (
     polychromic_advantages,
     reward_plus_diversity_advantages,
 )
+from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
 from poly_epo_jax.set_rl.estimators.best_of_k import pass_at_n_advantages
 from poly_epo_jax.set_rl.estimators.embedding_based import cosines, log_volume
 from poly_epo_jax.set_rl.groups import as_features
@@ -30,6 +31,7 @@ SetScalars = Shaped[Array | np.ndarray, "*prompts K n"] | Sequence[Any]
 SetEmbeddings = Shaped[Array | np.ndarray, "*prompts K n D"] | Sequence[Any]
 
 
+@returns_kind_of_input
 def polychromic(
     rewards: SetScalars,
     clusters: SetScalars,
@@ -53,6 +55,7 @@ def polychromic(
     return jnp.mean(rewards, axis=-1) * diversity(clusters)
 
 
+@returns_kind_of_input
 def reward_plus_diversity(
     rewards: SetScalars,
     clusters: SetScalars,
@@ -77,6 +80,7 @@ def reward_plus_diversity(
     return jnp.mean(rewards, axis=-1) + diversity(clusters)
 
 
+@returns_kind_of_input
 def determinant(
     rewards: SetScalars,
     embeddings: SetEmbeddings,
@@ -116,6 +120,7 @@ def diversity(clusters: SetScalars) -> Float[Array, "*prompts K"]:
     return (~seen_before & (clusters != DEGENERATE_CLUSTER)).mean(axis=-1)
 
 
+@returns_kind_of_input
 def pass_at_n(rewards: SetScalars) -> Float[Array, "*prompts K"]:
     """Scores sets by their maximum reward: f = max_i r_i. For 0/1 rewards, the expectation of f is pass@n.
 
@@ -132,6 +137,7 @@ def pass_at_n(rewards: SetScalars) -> Float[Array, "*prompts K"]:
     return jnp.max(rewards, axis=-1)
 
 
+@returns_kind_of_input
 def mean_reward(rewards: SetScalars) -> Float[Array, "*prompts K"]:
     """Scores sets by their mean reward: f = 1/n sum_i r_i.
 

@@ -1,4 +1,4 @@
-"""Tests of the files in docs/how_to/other_trainers.md, with the trainer if it is installed, otherwise its interface."""
+"""Tests of the files in examples/trainers, with the trainer if it is installed, otherwise with its interface."""
 
 import asyncio
 import importlib.util
@@ -13,8 +13,9 @@ import pytest
 
 from poly_epo_jax import set_rl
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "other_trainers.md").read_text()
-FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "how_to" / "other_trainers.md").read_text()
+FILES = {path.name: path.read_text() for path in (ROOT / "examples" / "trainers").glob("*.py")}
 REWARDS = np.array([[1, 0, 1, 0, 1, 0, 0, 1], [0, 0, 0, 1, 0, 0, 1, 1]], np.float32)
 CLUSTERS = np.array([[1, 2, 1, 100, 3, 1, 4, 5], [1, 1, 1, 2, 2, 3, 2, 100]], np.int32)
 ADVANTAGES = np.asarray(set_rl.polychromic_advantages(REWARDS, CLUSTERS, set_size=4))
@@ -43,12 +44,84 @@ def modules(monkeypatch: pytest.MonkeyPatch, **contents: dict[str, Any]) -> None
 
 def test_all_files_are_covered():
     covered = set(re.findall(r'names_of\("(\w+\.py)"\)', Path(__file__).read_text()))
-    assert FILES.keys() == covered
+    assert FILES.keys() == covered == set(re.findall(r"`examples/trainers/(\w+\.py)`", PAGE))
+
+
+def check_token_estimator(estimate: Any) -> None:
+    """Compares an estimator of verl or SkyRL. Responses are in random order, and each has one token with a score."""
+    torch = pytest.importorskip("torch")
+    order = np.random.default_rng(0).permutation(16)
+    index = np.array([f"prompt {i // 8}" for i in order], dtype=object)
+    mask = torch.ones(16, 3)
+    mask[::2, 2] = 0
+    scores = torch.zeros(16, 3)
+    scores[:, 1] = torch.from_numpy((REWARDS + 2 * CLUSTERS).ravel()[order])
+    per_token, returns = estimate(token_level_rewards=scores, response_mask=mask, config=None, index=index)
+    expected = ADVANTAGES.ravel()[order][:, None] * mask.numpy()
+    np.testing.assert_allclose(per_token.numpy(), expected, atol=1e-6)
+    np.testing.assert_array_equal(returns, per_token)
+
+
+@pytest.mark.slow
+def test_skyrl(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    registered: dict[str, Any] = {}
+    if not installed("skyrl"):
+        decorator = {"register_advantage_estimator": lambda name: lambda f: registered.setdefault(name, f)}
+        modules(monkeypatch, skyrl__backends__skyrl_train__utils__ppo_utils=decorator)
+    names_of("skyrl_set_rl.py")
+    if installed("skyrl"):
+        from skyrl.backends.skyrl_train.utils.ppo_utils import (  # pyright: ignore[reportMissingImports]
+            AdvantageEstimatorRegistry,
+        )
+
+        registered["polychromic"] = AdvantageEstimatorRegistry.get("polychromic")
+    check_token_estimator(registered["polychromic"])
+
+
+@pytest.mark.slow
+def test_tinker(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    if installed("tinker_cookbook"):
+        from tinker_cookbook.rl.types import TrajectoryGroup  # pyright: ignore[reportMissingImports]
+
+        def group(rewards: Any, clusters: Any) -> Any:
+            steps = [SimpleNamespace(transitions=[SimpleNamespace(reward=float(r))]) for r in rewards]
+            return TrajectoryGroup(steps, [0.0] * len(steps), [{"cluster": float(c)} for c in clusters])
+    else:
+        for name in ("distillation__sdft", "distillation__train_on_policy", "rl__train"):
+            modules(monkeypatch, **{f"tinker_cookbook__{name}": {"compute_advantages": None}})
+        for name in ("distillation", "rl"):
+            parent = sys.modules[f"tinker_cookbook.{name}"]
+            for child in ("sdft", "train_on_policy", "train"):
+                setattr(parent, child, sys.modules.get(f"tinker_cookbook.{name}.{child}"))
+
+        def group(rewards: Any, clusters: Any) -> Any:
+            metrics = [{"cluster": float(cluster)} for cluster in clusters]
+            return SimpleNamespace(get_total_rewards=lambda: [float(r) for r in rewards], metrics_G=metrics)
+
+    names_of("tinker_set_rl.py")
+    groups = [group(*rows) for rows in zip(REWARDS, CLUSTERS, strict=True)]
+    for module in ("distillation.sdft", "distillation.train_on_policy", "rl.train"):
+        found = sys.modules[f"tinker_cookbook.{module}"].compute_advantages([*groups, group([1, 0], [1, 2])])
+        np.testing.assert_allclose(np.stack(found[:2]), ADVANTAGES, atol=1e-6)
+        assert found[2].tolist() == [0, 0]
+
+
+@pytest.mark.slow
+def test_slime():
+    """Uses the interface of `post_process_rewards` in slime's documentation, because slime requires GPU packages."""
+    pytest.importorskip("torch")
+    pairs = zip(REWARDS.ravel().tolist(), CLUSTERS.ravel().tolist(), strict=True)
+    samples = [SimpleNamespace(reward={"score": reward, "cluster": cluster}) for reward, cluster in pairs]
+    scores, found = names_of("slime_set_rl.py")["set_advantages"](SimpleNamespace(n_samples_per_prompt=8), samples)
+    assert scores == REWARDS.ravel().tolist()
+    np.testing.assert_allclose(found, ADVANTAGES.ravel(), atol=1e-6)
 
 
 @pytest.mark.slow
 def test_verl(monkeypatch: pytest.MonkeyPatch):
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     registered: dict[str, Any] = {}
     if installed("verl"):
         from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
@@ -59,19 +132,7 @@ def test_verl(monkeypatch: pytest.MonkeyPatch):
         modules(monkeypatch, verl__trainer__ppo__core_algos=decorator)
     names = names_of("verl_set_rl.py")
 
-    # Responses are in random order, and each has one token with a score.
-    order = np.random.default_rng(0).permutation(16)
-    index = np.array([f"prompt {i // 8}" for i in order], dtype=object)
-    mask = torch.ones(16, 3)
-    mask[::2, 2] = 0
-    scores = torch.zeros(16, 3)
-    scores[:, 1] = torch.from_numpy((REWARDS + 2 * CLUSTERS).ravel()[order])
-    per_token, returns = registered["polychromic"](
-        token_level_rewards=scores, response_mask=mask, config=None, index=index
-    )
-    expected = ADVANTAGES.ravel()[order][:, None] * mask.numpy()
-    np.testing.assert_allclose(per_token.numpy(), expected, atol=1e-6)
-    assert returns is per_token
+    check_token_estimator(registered["polychromic"])
 
     score = names["compute_score"]
     correct, other, missing = (score("", f"{text}", "12") for text in ("So. Answer: 12", "Answer: 13", "no idea"))
@@ -81,8 +142,10 @@ def test_verl(monkeypatch: pytest.MonkeyPatch):
     assert float(np.float32(max_score)) == max_score  # verl stores scores in float32
 
 
+@pytest.mark.slow
 def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
     """Uses the interface of commit 559b447, because prime-rl requires Python 3.12 and GPU packages."""
+    pytest.importorskip("torch")
 
     def iter_trainable_traces(episodes):
         return ((episode, trace) for episode in episodes for trace in episode.traces if not trace.has_error)
@@ -117,7 +180,9 @@ def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
     assert not hasattr(few[0].traces[0], "advantage")
 
 
+@pytest.mark.slow
 def test_trl_rewards_are_centered():
+    pytest.importorskip("torch")
     names = names_of("trl_set_rl.py")
     logged: dict[str, float] = {}
     strategies = [None if cluster == set_rl.DEGENERATE_CLUSTER else str(cluster) for cluster in CLUSTERS.ravel()]
@@ -128,8 +193,10 @@ def test_trl_rewards_are_centered():
     assert logged == {"true_reward": pytest.approx(REWARDS.mean())}
 
 
+@pytest.mark.slow
 def test_no_strategy_of_trl_is_degenerate():
     """With 128 different strategies, the ids must not reach 100 by counting up."""
+    pytest.importorskip("torch")
     names = names_of("trl_set_rl.py")
     rewards = (np.arange(128) % 2).astype(np.float32)
     reward = names["polychromic"](lambda completions: (rewards, list(range(128))), num_generations=128)

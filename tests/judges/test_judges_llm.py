@@ -103,6 +103,14 @@ def failure(judge, *args, **kwargs) -> JudgeFailure:
     return outcome
 
 
+def test_another_program_clusters_responses_without_a_task(serve):
+    server = serve(completion(REPLY))
+    clustering = asyncio.run(LLMJudge(None, JudgeSection(**SECTION))("What is 2 + 2?", TEXTS))
+    assert isinstance(clustering, Clustering) and clustering.ids.tolist() == cluster(make_judge()).ids.tolist()
+    first, second = server.bodies()
+    assert first["messages"] == second["messages"]
+
+
 def test_a_valid_reply_becomes_a_clustering(serve):
     server = serve(completion(REPLY))
     judge = make_judge()

@@ -1,6 +1,9 @@
 """Tests that all functions of set_rl convert their inputs alike, and reject invalid inputs by name."""
 
 import inspect
+import os
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -57,10 +60,13 @@ def _as_imported_by_users(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-def call(function, **changes):
+def call_with(function, features):
     parameters = inspect.signature(function).parameters
-    arguments = {name: value for name, value in (FEATURES | OPTIONS | changes).items() if name in parameters}
-    return np.stack([np.asarray(part) for part in jax.tree.leaves(function(**arguments))])
+    return function(**{name: value for name, value in (features | OPTIONS).items() if name in parameters})
+
+
+def call(function, **changes):
+    return np.stack([np.asarray(part) for part in jax.tree.leaves(call_with(function, FEATURES | changes))])
 
 
 @EVERY
@@ -148,13 +154,41 @@ def test_objectives_of_rewards_reject_non_finite_values():
 
 
 @pytest.mark.slow
-def test_torch_tensors():
+@EVERY
+def test_results_have_the_kind_of_the_first_argument(function):
+    assert {type(part) for part in jax.tree.leaves(call_with(function, FEATURES))} == {np.ndarray}
+    arrays = {name: jnp.asarray(values) for name, values in FEATURES.items()}
+    assert all(isinstance(part, jax.Array) for part in jax.tree.leaves(call_with(function, arrays)))
+    constants = jax.jit(lambda: call_with(function, FEATURES))()
+    np.testing.assert_allclose(jax.tree.leaves(constants), call(function), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@EVERY
+def test_torch_tensors(function):
     torch = pytest.importorskip("torch")
-    expected = set_rl.polychromic_advantages(FEATURES["rewards"], CLUSTERS, 3)
-    found = set_rl.polychromic_advantages(torch.tensor(REWARDS), torch.tensor(CLUSTERS), 3)
-    np.testing.assert_array_equal(found, expected)
-    with pytest.raises(ValueError, match=r"rewards of type torch.Tensor .*\.float\(\)\.cpu\(\)\.numpy\(\)"):
-        set_rl.grpo_advantages(torch.ones((2, 6), dtype=torch.bfloat16))
+    given = {name: torch.from_numpy(values) for name, values in FEATURES.items()}
+    found = jax.tree.leaves(call_with(function, given))
+    assert {(type(part), part.dtype) for part in found} == {(torch.Tensor, torch.float32)}
+    np.testing.assert_array_equal(np.stack(found), call(function))
+    for dtype in (torch.bfloat16, torch.float16, torch.int64):
+        (first, *_) = jax.tree.leaves(call_with(function, given | {"rewards": given["rewards"].to(dtype)}))
+        np.testing.assert_array_equal(first, found[0])
+    with pytest.raises(ValueError, match=r"rewards of type torch\.Tensor .*pass rewards\.detach\(\)"):
+        call_with(function, given | {"rewards": torch.from_numpy(FEATURES["rewards"]).requires_grad_()})
+
+
+@pytest.mark.slow
+def test_torch_tensors_start_jax_on_the_cpu_only():
+    """JAX must not allocate memory of a GPU, whose platform would be started with the others."""
+    pytest.importorskip("torch")
+    program = (
+        "import torch, jax.extend.backend; from poly_epo_jax import set_rl; set_rl.grpo_advantages(torch.ones(2, 3)); "
+        "print(jax.config.jax_platforms, set(jax.extend.backend.backends()))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == "cpu {'cpu'}\n"
 
 
 def test_custom_features_keep_their_type():

@@ -13,10 +13,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
 from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 from poly_epo_jax.set_rl.sets import check_set_size
 
 
+@returns_kind_of_input
 def pass_at_n_advantages(rewards: Scalars, set_size: int) -> Float[Array, "P N"]:
     """Computes the marginal set advantages of `pass_at_n` over all C(N, n) sets without forming them (paper §3).
 
@@ -39,6 +41,7 @@ def pass_at_n_advantages(rewards: Scalars, set_size: int) -> Float[Array, "P N"]
     return subtract_mean(_sum_of_steps(rewards, _fraction_below(num_generations, set_size)))
 
 
+@returns_kind_of_input
 def passk_advantages(rewards: Scalars, k: int) -> Float[Array, "P N"]:
     """Computes the advantages of pass@k training (Chen et al., arXiv 2508.10751).
 
@@ -70,6 +73,7 @@ def passk_advantages(rewards: Scalars, k: int) -> Float[Array, "P N"]:
     return jnp.where(variance > 0, advantages / jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
 
 
+@returns_kind_of_input
 def pkpo_advantages(rewards: Scalars, k: int) -> Float[Array, "P N"]:
     """Computes the advantages of PKPO (Walder and Karkhanis, arXiv 2505.15201, equation 33).
 

@@ -4,12 +4,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
 from poly_epo_jax.set_rl.groups import Scalars, as_features, cluster_sizes, rarity, subtract_mean
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 _MIN_DISTINCT_FRACTION = 0.1  # minimum factor of DARLING, as in its authors' code
 
 
+@returns_kind_of_input
 def shaped_product_advantages(rewards: Scalars, clusters: Scalars) -> Float[Array, "P N"]:
     """Computes advantages from reward times diversity of single generations: centered r_i d_i (discussed in §5).
 
@@ -31,6 +33,7 @@ def shaped_product_advantages(rewards: Scalars, clusters: Scalars) -> Float[Arra
     return subtract_mean(rewards * rarity(clusters))
 
 
+@returns_kind_of_input
 def darling_advantages(rewards: Scalars, clusters: Scalars) -> Float[Array, "P N"]:
     """Computes DARLING's advantages (arXiv 2509.02534): centered r_i max(0.1, (N - |cluster of i|) / (N - 1)).
 
@@ -55,6 +58,7 @@ def darling_advantages(rewards: Scalars, clusters: Scalars) -> Float[Array, "P N
     return subtract_mean(rewards * jnp.maximum(distinct, _MIN_DISTINCT_FRACTION))
 
 
+@returns_kind_of_input
 def uniqueness_advantages(rewards: Scalars, clusters: Scalars, alpha: float) -> Float[Array, "P N"]:
     """Computes the advantages of uniqueness-aware RL (Hu et al., arXiv 2601.08763).
 

@@ -13,9 +13,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
 from poly_epo_jax.set_rl.groups import Embeddings, Scalars, as_features, subtract_mean
 
 
+@returns_kind_of_input
 def rep_exp_advantages(
     rewards: Scalars,
     embeddings: Embeddings,
@@ -55,6 +57,7 @@ def rep_exp_advantages(
     return subtract_mean(rewards + beta * jnp.where(has_reward, bonus, 0))
 
 
+@returns_kind_of_input
 def dqo_advantages(rewards: Scalars, embeddings: Embeddings, weight: float) -> Float[Array, "P N"]:
     """Computes DQO's advantages (arXiv 2509.04784): centered r_i + weight g_i, with g the gain in embedding volume.
 
@@ -82,6 +85,7 @@ def dqo_advantages(rewards: Scalars, embeddings: Embeddings, weight: float) -> F
     return subtract_mean(rewards + weight * _gains(cosines(embeddings), embeddings))
 
 
+@returns_kind_of_input
 def set_dpp_advantages(rewards: Scalars, embeddings: Embeddings, scale: float) -> Float[Array, "P N"]:
     """Computes advantages from the gain g_i in the volume of rewarded responses: centered g_i.
 
@@ -111,6 +115,7 @@ def set_dpp_advantages(rewards: Scalars, embeddings: Embeddings, scale: float) -
     return subtract_mean(_gains(kernel, generations) / jnp.log1p(scale))
 
 
+@returns_kind_of_input
 def set_po_advantages(rewards: Scalars, embeddings: Embeddings, weight: float) -> Float[Array, "P N"]:
     """Computes SetPO's advantages (arXiv 2602.01062): centered r_i + weight g_i, with g the gain in group diversity.
 

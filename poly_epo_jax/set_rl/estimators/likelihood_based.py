@@ -4,9 +4,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
 from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 
 
+@returns_kind_of_input
 def unlikeliness_advantages(rewards: Scalars, mean_logprob: Scalars, beta: float) -> Float[Array, "P N"]:
     """Computes advantages from the unlikeliness reward (He et al., arXiv 2506.02355).
 
@@ -36,6 +38,7 @@ def unlikeliness_advantages(rewards: Scalars, mean_logprob: Scalars, beta: float
     return subtract_mean(rewards * (1 - beta * rank / rewards.shape[1]))
 
 
+@returns_kind_of_input
 def ucpo_advantages(rewards: Scalars, mean_logprob: Scalars, tau: float) -> Float[Array, "P N"]:
     """Computes UCPO's advantages (arXiv 2605.00365), which favor the less likely correct generations.
 

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
 from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
 
 _MAX_BETA = 2.0**20  # as in the code of TTT-Discover, which doubles beta until it exceeds 1e6
 _BISECTION_STEPS = 64
 
 
+@returns_kind_of_input
 def max_rl_advantages(rewards: Scalars) -> Float[Array, "P N"]:
     """Computes MaxRL's advantages (arXiv 2602.02710): A_i = (r_i - mean r) / mean r.
 
@@ -34,6 +36,7 @@ def max_rl_advantages(rewards: Scalars) -> Float[Array, "P N"]:
     return jnp.where(mean > 0, subtract_mean(rewards) / jnp.where(mean > 0, mean, 1), 0)
 
 
+@returns_kind_of_input
 def rs_grpo_advantages(rewards: Scalars, beta: float) -> Float[Array, "P N"]:
     """Computes RS-GRPO's advantages (arXiv 2509.24261): A_i = (e^{beta r_i} / mean e^{beta r} - 1) / beta.
 
@@ -57,6 +60,7 @@ def rs_grpo_advantages(rewards: Scalars, beta: float) -> Float[Array, "P N"]:
     return subtract_mean(jnp.expm1(exponents)) / (beta * mean)  # exactly 0 for equal rewards, unlike e^x / mean - 1
 
 
+@returns_kind_of_input
 def entropic_advantages(rewards: Scalars, kl: float) -> Float[Array, "P N"]:
     """Computes advantages of the entropic objective of TTT-Discover (arXiv 2601.16175).
 
