@@ -125,10 +125,7 @@ def _run(config: Config, prepared: Prepared) -> None:
     digests |= check_resume_inputs(config, prepared.judge)
     hosts.run_on_first(lambda: _write_description(config, policy, digests, prepared.code))
 
-    open_sampler = SAMPLERS[config.rollouts.name].open
-    sampler = open_sampler(policy.model, local_mesh, policy.stop_ids, config, **config.rollouts.options)
-    limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
-    rollouts = Rollouts(sampler, policy.tokenizer, task, *limits, *config.rollouts.user_code_limits)
+    rollouts = _open_rollouts(config, policy, task, local_mesh)
     hosts.run_on_first(lambda: warn_about_turns(policy.tokenizer, policy.stop_ids, task, train_problems))
     timeline, stop = Timeline(), StopSignal()
     trainer = Trainer(
@@ -153,8 +150,8 @@ def _run(config: Config, prepared: Prepared) -> None:
         positions={problem.id: position for position, problem in enumerate(train_problems)},
         pushed_dtype=pushed_dtype(config, policy.config),
     )
-    problems, sampling = held_out_problems[: config.eval.num_problems], Sampling(**config.sampling, seed=config.seed)
-    sampling = dataclasses.replace(sampling, correlated=False)  # pass@k and intervals assume independent samples
+    problems = held_out_problems[: config.eval.num_problems]
+    sampling = Sampling(**config.sampling | {"correlated": False}, seed=config.seed)  # pass@k assumes independence
     evaluate = partial(
         evaluate_held_out, rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop
     )
@@ -169,8 +166,16 @@ def _run(config: Config, prepared: Prepared) -> None:
             if audit is not None:
                 is_complete = trainer.progress is not None and trainer.progress.step == config.train.num_steps
                 audit.close(config.audit.wait_seconds if is_complete else 0.0)
-            sampler.close()
+            rollouts.sampler.close()
             trainer.progress = trainer.reference = None  # a kept exception may hold the trainer in a closure
+
+
+def _open_rollouts(config: Config, policy: Policy, task: Task, mesh: Mesh) -> Rollouts:
+    """Opens the sampler, and returns the rollouts that use it."""
+    open_sampler = SAMPLERS[config.rollouts.name].open
+    sampler = open_sampler(policy.model, mesh, policy.stop_ids, config, **config.rollouts.options)
+    limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
+    return Rollouts(sampler, policy.tokenizer, task, *limits, *config.rollouts.user_code_limits)
 
 
 def _same_content(config: Config, policy: Policy, digests: dict[str, str]) -> dict[str, str]:

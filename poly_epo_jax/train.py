@@ -167,12 +167,7 @@ async def train(
                 profiler.start_step(step)
                 await loop.step(step)
         except DivergenceError as error:
-            good = f"The checkpoint of step {loop.saved} is valid" if loop.saved else "No checkpoint has been saved yet"
-            raise DivergenceError(
-                f"{error}. The step was not saved. {good}. Rerunning the command would fail in the same way: set "
-                "--config.workdir to a new folder and, for example, lower optimizer.learning_rate. model.path may be "
-                "an export of a valid checkpoint."
-            ) from error
+            raise _with_advice(error, loop.saved) from error
         except Stopped as caught:
             stopped = caught
         finally:
@@ -183,6 +178,15 @@ async def train(
             checkpoints.close()
         if stopped is not None:
             _exit(stopped, loop.saved)
+
+
+def _with_advice(error: DivergenceError, saved: int) -> DivergenceError:
+    good = f"The checkpoint of step {saved} is valid" if saved else "No checkpoint has been saved yet"
+    return DivergenceError(
+        f"{error}. The step was not saved. {good}. Rerunning the command would fail in the same way: set "
+        "--config.workdir to a new folder and, for example, lower optimizer.learning_rate. model.path may be an export "
+        "of a valid checkpoint."
+    )
 
 
 def _exit(stopped: Stopped, saved: int) -> NoReturn:

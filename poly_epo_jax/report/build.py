@@ -11,7 +11,7 @@ from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import audits, evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import POLICY, asset, document
 from poly_epo_jax.report.evaluation_figures import model_labels
-from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
+from poly_epo_jax.report.folders import EvaluationFolders, RunRecords, read_folders, read_results
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import (
     bands_section,
@@ -110,19 +110,14 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     _create(page)
     drawn = _draw_figures(metrics, results, tree_title, trees, line_styles)
     drawn["timeline"] = timeline_figures.plot_timeline(timelines)
-    set_sizes = {label: run.config.get("algo", {}).get("set_size", 1) for label, run in runs.items()}
-    audited = {label: run for label, run in runs.items() if run.audit}
-    drawn["audit"] = audits.plot_audits({label: run.audit for label, run in audited.items()}, set_sizes)
-    details = {
-        label: audits.audit_details(label, run.folder, run.audit, set_sizes[label]) for label, run in audited.items()
-    }
+    drawn["audit"], audit_details = _audits(runs)
 
     summaries = evaluation_summaries(results) if results else []
     summaries += [run_summary(label, rows) for label, rows in metrics.items()]
     body = [
         f"<ul class='summary'>{''.join(f'<li>{summary}</li>' for summary in summaries)}</ul>",
         results_tables(results, line_styles),
-        _figure_sections(drawn, metrics, timelines, "".join(details.values())),
+        _figure_sections(drawn, metrics, timelines, audit_details),
         asset("browser.html"),
         bands_section({label: run for label, run in runs.items() if run.config}),
         settings_section(
@@ -138,6 +133,14 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         if figure is not None:
             figures.save(figure, output, name)
     return page
+
+
+def _audits(runs: Mapping[str, RunRecords]) -> tuple[Figure | None, str]:
+    """Returns the figure of the audits, and HTML below it. The figure is None if no run was audited."""
+    sizes = {label: run.config.get("algo", {}).get("set_size", 1) for label, run in runs.items() if run.audit}
+    figure = audits.plot_audits({label: runs[label].audit for label in sizes}, sizes)
+    details = (audits.audit_details(label, runs[label].folder, runs[label].audit, sizes[label]) for label in sizes)
+    return figure, "".join(details)
 
 
 def _create(page: Path) -> None:
