@@ -3,8 +3,9 @@
 python -m poly_epo_jax.main --config=configs/polaris.py    (or :grpo, :dapo, :h200x8, :grpo,matched, :grpo,authors)
 
 Requires running servers for the policy and the judge. `bash launch/node.sh` starts them and this command on one node,
-and documents the use of each GPU. 850 steps of 1,024 responses are two epochs. docs/explanation/paper_and_code.md lists
-the configuration key of each hyperparameter in the paper's table.
+and documents the use of each GPU. With a mesh of TPUs, the trainer generates, and `bash launch/tpu.sh` starts it. 850
+steps of 1,024 responses are two epochs. docs/explanation/paper_and_code.md lists the configuration key of each
+hyperparameter in the paper's table.
 """
 
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config import default
+from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.methods import METHOD_PRESETS
+from poly_epo_jax.parallel.devices import Machine
 
 AUTHORS = {
     "algo.length_normalization": "max",
@@ -56,7 +59,7 @@ matched: The comparison of advantages alone.
 def get_config(config_string: str = "poly_epo") -> ConfigDict:
     """Returns the configuration. `config_string` names a method, a machine and a comparison, separated by commas."""
     config = default.get_config(config_string, comparison=COMPARISONS)
-    method, _, comparison = default.parse_config_string(config_string, comparison=COMPARISONS)
+    method, mesh, comparison = default.parse_config_string(config_string, comparison=COMPARISONS)
     changes = COMPARISONS[comparison].get(method) if comparison else {}
     if changes is None:
         reason = {
@@ -82,9 +85,14 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     config.judge.name = "llm"
     config.judge.url = "http://127.0.0.1:30010"  # Qwen/Qwen3-4B-Instruct-2507
 
-    config.rollouts.name = "sglang"
-    config.rollouts.urls = "http://127.0.0.1:30000,http://127.0.0.1:30001,http://127.0.0.1:30002"
-    config.rollouts.max_concurrent = 352  # 128 x 8 responses on three servers, with some slack for imbalance
+    if (kind := config.mesh.device_kind) and Machine(kind, {}).platform == "tpu":
+        # The embedded sampler of each host. A sequence takes 1.3 GB of a chip while its cache grows.
+        devices = MESHES[mesh]["num_devices"] // MESHES[mesh]["processes"]
+        config.rollouts.max_concurrent = devices * {"v5p": 32, "v5e": 2}.get(kind, 6)
+    else:
+        config.rollouts.name = "sglang"
+        config.rollouts.urls = "http://127.0.0.1:30000,http://127.0.0.1:30001,http://127.0.0.1:30002"
+        config.rollouts.max_concurrent = 352  # 128 x 8 responses on three servers, with some slack for imbalance
 
     config.sampling.max_tokens = 4096
     config.train.max_prompt_tokens = 1024

@@ -4,7 +4,7 @@ python docs/hardware_table.py        replaces the tables of the page; takes seco
 """
 
 import runpy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from poly_epo_jax.config.keys import Config
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "hardware.md"
 START, END = "<!-- The following tables are written by docs/hardware_table.py. -->\n\n", "<!-- End of the tables. -->\n"
 
-CARDS = {24: "rtx4090", 32: "", 48: "", 80: "h100", 141: "h200"}
+CARDS = {24: "rtx4090", 32: "rtx5090", 40: "a100-40", 48: "", 80: "h100", 141: "h200"}
 """Key of DEVICES of a GPU with each amount of memory in GB, or "" for a GPU that is not in DEVICES."""
 MEMORY_FRACTION = 0.95
 """Fraction of a single GPU's memory that JAX may use, as with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."""
@@ -67,18 +67,21 @@ def _adapters() -> Iterable[str]:
 
 def _meshes() -> Iterable[str]:
     yield from ("### Machines", "")
-    yield "The paper's run on the meshes of `config/machines.py`: Qwen3-4B and, with the same settings, Qwen3-32B."
+    yield (
+        "The paper's run on the meshes of `config/machines.py`: Qwen3-4B and, with the same settings, Qwen3-32B. "
+        "Servers generate on GPUs, and the trainer on TPUs."
+    )
     yield ""
     sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (BYTES[1], "rows")]
     yield from _header("mesh", "devices", "hosts", "data x fsdp x tensor", "limit, GB", *sizes)
-    config = _read("polaris")
     for name, mesh in MESHES.items():
         kind = mesh["device_kind"]
         if kind == "cpu":
             continue
         axes = {axis: mesh.get(axis, 1) for axis in AXES}
+        machine, config = Machine(kind, axes, mesh["processes"]), _read(f"polaris:{name}")
         limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
-        planned = [cell for model in MODELS for cell in _planned(config, model, kind, axes, limit)[1:]]
+        planned = [cell for model in MODELS for cell in _planned(config, model, machine, limit)[1:]]
         count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, shown_axes(axes).values()))
         yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
     yield ""
@@ -99,24 +102,25 @@ def _on_cards(config: Config, model: str) -> list[str]:
     """Returns the bytes on the smallest card that fits one row or else on the largest, and the rows on each card."""
     one: dict[str, int] = dict.fromkeys(AXES, 1)
     plans = [
-        _planned(config, model, device, one, int(MEMORY_FRACTION * gigabytes * 10**9))
+        _planned(config, model, Machine(device, one), int(MEMORY_FRACTION * gigabytes * 10**9))
         for gigabytes, device in CARDS.items()
     ]
     state, peak, _ = next((plan for plan in plans if plan[2] != "0"), plans[-1])
     return [state, peak, *(rows for _, _, rows in plans)]
 
 
-def _planned(config: Config, model: str, device: str, axes: Mapping[str, int], limit: int) -> tuple[str, str, str]:
+def _planned(config: Config, model: str, machine: Machine, limit: int) -> tuple[str, str, str]:
     """Returns bytes of weights and moments and of the peak with one row, in GB, and the number of rows that fit."""
     compute = {name: config.model[name] for name in ("dtype", "param_dtype", "remat")}
-    shape, machine = preset_config(model, **compute, **lora_fields(config.lora)), Machine(device, axes)
+    shape = preset_config(model, **compute, **lora_fields(config.lora))
     plan = make_plan(config, shape, machine, limit, num_rows=1)
     state, peak = (f"{size / 1e9:.1f}" for size in (sum(plan.resident.values()), plan.needed_bytes))
     return state, peak, str(max_rows(config, shape, machine, limit))
 
 
 def _read(recipe: str, *keys: str) -> Config:
-    return read_arguments([f"--config={ROOT}/configs/{recipe}.py", *(f"--config.{key}" for key in keys)])
+    file, _, names = recipe.partition(":")
+    return read_arguments([f"--config={ROOT}/configs/{file}.py:{names}", *(f"--config.{key}" for key in keys)])
 
 
 def _header(*columns: str) -> list[str]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Updates launch/lock.txt with the newest versions that pyproject.toml allows, for Linux, Python 3.11 to 3.13 and all
-# extras together. Run the tests before you commit the file.
+# Updates launch/lock.txt with the newest versions that pyproject.toml allows, for Linux, Python 3.11 to 3.13, all extras
+# and JetStream together. Run the tests before you commit the file.
 #
 #   bash launch/lock.sh            writes the newest versions to launch/lock.txt
 #   bash launch/lock.sh lowest     prints the lowest versions that pyproject.toml allows, to test its lower bounds
@@ -20,5 +20,5 @@ uv=$(command -v uv) || {
   "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --target "$folder" uv
   uv=$folder/bin/uv
 }
-"$uv" pip compile pyproject.toml --all-extras --universal --python-version 3.11 --no-annotate --quiet "${options[@]}" \
-  --custom-compile-command "bash launch/lock.sh"
+"$uv" pip compile pyproject.toml third_party/jetstream/pyproject.toml --all-extras --universal --python-version 3.11 \
+  --no-annotate --quiet "${options[@]}" --custom-compile-command "bash launch/lock.sh"

@@ -6,6 +6,8 @@
 #   bash launch/tpu.sh run --config=configs/polaris.py:v5p-32 [--config.KEY=VALUE ...]
 #                                                copies it again, and runs doctor --short; then starts training, which
 #                                                continues if the connection is closed
+#   bash launch/tpu.sh keep v5p-32 --config=...  creates the slice if it is missing, and runs `setup` and `run`; repeats this
+#                                                after each preemption, until the run has ended. End it before `stop`.
 #   bash launch/tpu.sh log                       follows the output of the first host
 #   bash launch/tpu.sh status | stop | delete    stop sends SIGTERM; the run completes its step and saves
 #
@@ -13,26 +15,31 @@
 # (hosts.coordinator_address=auto). They require a shared folder for workdir, base.cache_dir and compilation_cache_dir:
 # set SHARED to its mount point, which must be the same on all hosts (Filestore, or a bucket with gcsfuse).
 #
-# SGLang does not run on TPUs: JetStream generates inside the trainer. If judge.name=llm, as in configs/polaris.py, set
-# JUDGE_URL to the address of a judge on another machine, which is started there with:
+# SGLang does not run on TPUs: the embedded sampler generates inside the trainer. If judge.name=llm, as in
+# configs/polaris.py, set JUDGE_URL to the address of a judge on another machine, which is started there with:
 #
 #   bash third_party/sglang/setup.sh gpu
 #   bash third_party/sglang/serve.sh gpu Qwen/Qwen3-4B-Instruct-2507 30010 --host 0.0.0.0 \
 #     --constrained-json-disable-any-whitespace
 #
-# Environment variables: NAME (of the slice), ZONE, SHARED, JUDGE_URL, and RUNTIME (version of the TPU software; default:
-# the version for v5p or v6e).
+# Environment variables: NAME (of the slice), ZONE, SHARED, JUDGE_URL, RUNTIME (version of the TPU software; default: the
+# version for v5p or v6e), and SPOT=1 (requests a slice that costs less and may be preempted).
 source "$(dirname "$0")/help.sh"
 set -euo pipefail
 name=${NAME:-poly-epo} shared=${SHARED:-/mnt/shared} log=poly_epo_jax.log
 action=${1:-}
 shift || true
-if [[ " create setup run log status stop delete " != *" $action "* ]]; then
+if [[ " create setup run keep log status stop delete " != *" $action "* ]]; then
   bash "$0" --help >&2
   exit 2
 fi
 zone=${ZONE:?is not set; set it to the zone of the slice, for example us-east5-a}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+idle="! pgrep --full 'poly_epo_jax.(doctor|main)'" # command that fails on a host with a run in progress
+state() { # prints nothing if there is no such slice
+  gcloud compute tpus queued-resources list --zone="$zone" --filter="name ~ /$name\$" --format='value(state.state)'
+}
 
 on() { gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker="$1" --command="$2"; } # WORKER COMMAND
 
@@ -57,20 +64,20 @@ case $action in
       *) runtime=${RUNTIME:?is not set; set it to the version of the TPU software for $type} ;;
     esac
     gcloud compute tpus queued-resources create "$name" --node-id="$name" --zone="$zone" --accelerator-type="$type" \
-      --runtime-version="${RUNTIME:-$runtime}"
+      --runtime-version="${RUNTIME:-$runtime}" ${SPOT:+--spot}
     ;;
   setup)
     copy
-    on all "cd poly_epo_jax && source launch/setup_env.sh '[tpu,jetstream]' && bash third_party/jetstream/setup.sh"
+    on all "cd poly_epo_jax && source launch/setup_env.sh '[tpu]'"
     ;;
   run)
     # Flags of the user come last, because they override these defaults. An empty judge.url is rejected if the judge is
     # a server, because the addresses in configs/ are local.
     printf -v flags '%q ' "${1:?is missing; append --config=FILE first}" \
-      --config.hosts.coordinator_address=auto --config.rollouts.name=jetstream --config.judge.url="${JUDGE_URL:-}" \
+      --config.hosts.coordinator_address=auto --config.rollouts.name=embedded --config.judge.url="${JUDGE_URL:-}" \
       --config.workdir="$shared/$name" --config.base.cache_dir="$shared/base" \
       --config.compilation_cache_dir="$shared/compiled" "${@:2}"
-    on all "! pgrep --full 'poly_epo_jax.(doctor|main)'" || {
+    on all "$idle" || {
       echo "Error: a run is in progress on $name, or a host cannot be reached; end it with: bash launch/tpu.sh stop" >&2
       exit 1
     }
@@ -79,6 +86,27 @@ case $action in
     on all "$enter && python -m poly_epo_jax.doctor --short $flags"
     on all "$enter && { nohup setsid python -m poly_epo_jax.main $flags >../$log 2>&1 </dev/null & }"
     echo "Training has started; follow it with: bash launch/tpu.sh log"
+    ;;
+  keep)
+    type=${1:?is missing; append the slice type, e.g. v5p-32, and --config=FILE}
+    shift
+    while :; do
+      case $(state || echo UNKNOWN) in
+        "") bash launch/tpu.sh create "$type" ;;
+        SUSPENDED | FAILED) bash launch/tpu.sh delete ;; # preempted: a queued resource is not restored, but replaced
+        ACTIVE)
+          if on 0 "[ ! -e $log ]"; then # a new slice
+            { bash launch/tpu.sh setup && bash launch/tpu.sh run "$@"; } || [ "$(state)" != ACTIVE ]
+          elif on 0 "grep -q 'SIGTERM: .*Rerun the command' $log" && on all "$idle"; then # saved before a reboot
+            bash launch/tpu.sh run "$@" || [ "$(state)" != ACTIVE ]
+          elif on all "$idle" && on 0 "tail -n 20 $log"; then
+            on 0 "grep -q ^Done: $log" && exit
+            exit 1
+          fi
+          ;;
+      esac
+      sleep "${POLL_SECONDS:-60}"
+    done
     ;;
   log) on 0 "tail -n 100 -F $log" ;;
   status) gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format='value(state.state)' ;;

@@ -39,7 +39,7 @@ from poly_epo_jax.parallel.sharding import host_mesh
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker, check_loggers
-from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts import SAMPLERS, pushed_dtype
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
 from poly_epo_jax.rollouts.grading import EpisodeError, JudgeError
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -150,8 +150,10 @@ def _run(config: Config, prepared: Prepared) -> None:
         reference=reference,
         set_size=config.algo.set_size,
         positions={problem.id: position for position, problem in enumerate(train_problems)},
+        pushed_dtype=pushed_dtype(config, policy.config),
     )
     problems, sampling = held_out_problems[: config.eval.num_problems], Sampling(**config.sampling, seed=config.seed)
+    sampling = dataclasses.replace(sampling, correlated=False)  # pass@k and intervals assume independent samples
     evaluate = partial(
         evaluate_held_out, rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop
     )

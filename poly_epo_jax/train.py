@@ -61,6 +61,7 @@ class Trainer:
         left out.
       set_size: Set size n, for the cluster metrics.
       positions: Position of each training problem, by id.
+      pushed_dtype: Type in which several processes copy the weights to their samplers. If empty, that of the weights.
     """
 
     experience: Experience
@@ -72,6 +73,7 @@ class Trainer:
     reference: Params | None
     set_size: int
     positions: Mapping[str, int]
+    pushed_dtype: str = ""
 
     async def step(self, step: int) -> tuple[Batch, Metrics]:
         """Trains on one batch (paper, Algorithm 1). Returns the batch, and the metrics of the batch and the update.
@@ -107,7 +109,7 @@ class Trainer:
         The version of the weights is the number of completed steps. Generations keep the version that they were sampled
         with, from which `response/staleness` is computed.
         """
-        params = await _compute(params_on_host, self.current.state.params, self.update.mesh)
+        params = await _compute(params_on_host, self.current.state.params, self.update.mesh, self.pushed_dtype)
         push = self.experience.rollouts.push_weights(params, self.current.step)
         await hosts.barrier(self.experience.stop.run_interruptible(push))
 

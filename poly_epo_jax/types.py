@@ -220,6 +220,8 @@ class Sampling:
       top_k: Number of most probable tokens that are sampled from. 0 disables the filter.
       max_turns: Maximum number of the policy's turns in an episode.
       seed: Seed from which the seed of each completion is derived.
+      correlated: Whether the completions of a request are spread evenly over the policy's distribution. Only supported
+        by the embedded sampler without filters.
     """
 
     max_tokens: int
@@ -228,6 +230,7 @@ class Sampling:
     top_k: int = 0
     max_turns: int = 64
     seed: int = 0
+    correlated: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ COMMANDS = {
     "evaluate": ("poly_epo_jax.evaluate", "evaluate and compare models on benchmarks"),
     "rejudge": ("poly_epo_jax.rejudge", "compare judges on recorded responses"),
     "report": ("poly_epo_jax.report", "draw runs and evaluations on one page"),
+    "check-run": ("poly_epo_jax.check_run", "compare a run with its recipe and with bands of seeds"),
     "study": ("poly_epo_jax.study", "compare methods over learning rates, seeds and tasks"),
     "fit-base": ("poly_epo_jax.fit_base", "fit a base policy without training it"),
     "export": ("poly_epo_jax.export", "write a policy as a Hugging Face folder"),

@@ -208,6 +208,9 @@ class SamplingSection(Section, name="sampling"):
     max_turns: int = key(
         64, "maximum number of the policy's turns in an episode, for tasks with episodes", Range(1, 10**6)
     )
+    correlated: bool = key(
+        False, "spread the generations of a training group evenly over the policy's distribution (embedded sampler)"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

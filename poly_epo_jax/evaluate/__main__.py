@@ -179,6 +179,11 @@ def _check_flags(config: Config, flags: argparse.Namespace) -> None:
     validate(flags.num_generations, "--num_generations", Range(1, 4096))
     validate(flags.max_problems, "--max_problems", Range(0, 10**9))
     refuse_passwords({"--models": flags.models})  # must run before any error message that contains a model
+    if config.sampling.correlated:
+        raise ConfigError(
+            "sampling.correlated=True is not supported in evaluations, because pass@k and its intervals assume "
+            "independent samples; set sampling.correlated=False."
+        )
     for flag, given, make_label in (
         ("--models", flags.models, label_of),
         ("--benchmarks", flags.benchmarks, benchmark_label),

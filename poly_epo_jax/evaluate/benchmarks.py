@@ -158,6 +158,8 @@ def about_evaluation(
       OSError: If a file cannot be read.
     """
     judge = config.judge
+    sampling = dataclasses.asdict(Sampling(**config.sampling, seed=config.seed))
+    del sampling["correlated"]  # always False; results of versions without this key remain comparable
     is_clustered = judged and JUDGES[judge.name].clusters
     clustering = {"name": judge.name, "model": judge.model, "options": dict(judge.options)}
     options = task_options(benchmark, config.task)
@@ -169,7 +171,7 @@ def about_evaluation(
         "model": weights,
         "stop_strings": config.model.stop_strings,
         "num_generations": num_generations,
-        "sampling": dataclasses.asdict(Sampling(**config.sampling, seed=config.seed)),
+        "sampling": sampling,
         "judge": clustering if is_clustered else None,
         "digests": {**files, **digests},
     }

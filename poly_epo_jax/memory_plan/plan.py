@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import jax
 
 from poly_epo_jax.config.keys import Config, max_draws, max_sequence_tokens
+from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.gradient import gradient_bytes
 from poly_epo_jax.memory_plan.layer_arrays import FLOAT32_BYTES, bytes_of
 from poly_epo_jax.model import flops
@@ -21,7 +22,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name, find_devices
 from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
-from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts import SAMPLERS, pushed_dtype
 from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device
 from poly_epo_jax.system.limits import memory_limit
 
@@ -114,7 +115,8 @@ def machine_of(config: Config) -> tuple[Machine, int | None]:
     mesh = config.mesh
     available = [] if mesh.device_kind and mesh.num_devices else find_devices()
     device = mesh.device_kind or device_name(available[0].device_kind)
-    machine = Machine(device, fill_mesh(mesh, mesh.num_devices or len(available)))
+    count = mesh.num_devices or len(available)
+    machine = Machine(device, fill_mesh(mesh, count), _num_processes(config, device, count))
     if available and (limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")):
         return machine, limit
     if device == "cpu":
@@ -125,6 +127,13 @@ def machine_of(config: Config) -> tuple[Machine, int | None]:
     if share < 1:
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", share))
     return machine, int(share * (DEVICES[device].memory_bytes or 0))
+
+
+def _num_processes(config: Config, device: str, num_devices: int) -> int:
+    if jax.distributed.is_initialized():
+        return jax.process_count()
+    presets = (mesh for mesh in MESHES.values() if (mesh["device_kind"], mesh["num_devices"]) == (device, num_devices))
+    return next(presets, {"processes": config.hosts.num_processes})["processes"]
 
 
 def make_plan(
@@ -174,11 +183,15 @@ def _plan(config: Config, model_config: ModelConfig, machine: Machine, memory_by
     process_overhead = _process_overhead(stages, machine) if machine.platform == "cpu" else {}
     resident = _resident(config, model_config, machine)
     cache_growth = SAMPLERS[config.rollouts.name].cache_growth
+    on_host = flops.weights_per_device(model_config, machine.host.mesh)
+    if machine.processes > 1:  # `params_on_host`; servers load the copy, and samplers in the process keep it
+        copy = {"copy of the host": on_host * bytes_of(pushed_dtype(config, model_config))}
+        stages["push weights"] = copy
+        resident |= copy if cache_growth is not None else {}
     if cache_growth is not None:
-        decoding_weights = flops.weights_per_device(model_config, machine.mesh) * bytes_of(model_config.dtype)
         stages["generate"] = _generate(config, model_config, machine, cache_growth)
         held = stages["generate"] if SAMPLERS[config.rollouts.name].has_slots else resident
-        held["decoding weights"] = decoding_weights
+        held["decoding weights"] = on_host * bytes_of(model_config.dtype)
     return Plan(machine, rows, row_tokens(config), model_config.remat, resident, stages, process_overhead, memory_bytes)
 
 
@@ -248,12 +261,14 @@ def _optimizer(config: Config, model_config: ModelConfig, machine: Machine) -> d
 def _generate(config: Config, model_config: ModelConfig, machine: Machine, cache_growth: float) -> dict[str, int]:
     """Plans generation: gathered weights, caches of the slots and of the prompts, and logits.
 
-    The caches of the slots are counted at full length, times `cache_growth`, because growing a cache copies it.
+    Each process generates its share of the prompts on its own devices. The caches of the slots are counted at full
+    length, times `cache_growth`, because growing a cache copies it.
     """
+    processes, machine = machine.processes, machine.host
     train, shards, held_out = config.train, machine.row_shards, config.eval
-    requests = train.prompts_per_batch * train.num_generations
+    requests = -(-train.prompts_per_batch // processes) * train.num_generations
     if held_out.every:
-        requests = max(requests, held_out.num_problems * held_out.num_generations)
+        requests = max(requests, -(-held_out.num_problems // processes) * held_out.num_generations)
     slots = -(-min(config.rollouts.max_concurrent, requests) // shards)  # per device
     prompts = -(-max(1, slots * shards // train.num_generations) // shards)
     value_bytes, tensor = bytes_of(model_config.dtype), machine.mesh["tensor"]

@@ -218,6 +218,27 @@ def mean_interval(values: Float[np.ndarray, " seeds"]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def prediction_interval(
+    values: Float[np.ndarray, " seeds"], level: float, min_deviation: float = 0.0
+) -> tuple[float, float]:
+    """Computes Student's prediction interval for the value of one further seed.
+
+    The interval contains this value with probability `level` if the values of different seeds are normally distributed.
+
+    Args:
+      values: One value per seed, for at least two seeds.
+      level: Probability, between 0 and 1.
+      min_deviation: Smallest standard deviation that is assumed, in the unit of the values.
+
+    Returns:
+      Lower and upper bound.
+    """
+    count = len(values)
+    deviation = max(float(values.std(ddof=1)), min_deviation)
+    half = float(stdtrit(count - 1, (1 + level) / 2)) * deviation * (1 + 1 / count) ** 0.5
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
 def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Interval | None:
     """Computes the mean difference from a baseline over the seeds that both have.
 

@@ -105,9 +105,15 @@ def find_model(path: str, download: bool = True) -> Path:
       The model folder. It may not exist if `path` is not a Hub name.
 
     Raises:
-      OSError: If a model of the Hub is not cached locally, and downloading it fails or is disabled.
+      OSError: If `path` is the address of a bucket, or if a model of the Hub is not cached locally, and downloading it
+        fails or is disabled.
       ValueError: If a model of the Hub is not supported. Its weights are not downloaded then.
     """
+    if "://" in path:
+        raise OSError(
+            f"model.path={path} is an address, which cannot be read; mount the bucket (such as with gcsfuse) or "
+            "copy the model (such as with gcloud storage cp -r), and set the path of the folder."
+        )
     if Path(path).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return Path(path)
     hf.read_model_config(_cached_model(path, ("config.json",), download))

@@ -12,7 +12,7 @@ import jax
 import jax.extend
 
 from poly_epo_jax.config.checks import ConfigError
-from poly_epo_jax.parallel.mesh import row_shards
+from poly_epo_jax.parallel.mesh import host_axes, row_shards
 from poly_epo_jax.system.missing_packages import install_command
 from poly_epo_jax.system.text import first_line
 
@@ -21,7 +21,7 @@ class Device(NamedTuple):
     """Specification of a GPU or TPU chip. Values that differ between machines are None.
 
     Attributes:
-      kinds: Prefixes of `jax.Device.device_kind`.
+      kinds: Prefixes of `jax.Device.device_kind` with a space appended.
       memory_bytes: Device memory in bytes.
       flops_per_second: Peak rate of dense bfloat16 matmuls.
       bytes_per_second: Memory bandwidth.
@@ -41,8 +41,18 @@ class Device(NamedTuple):
 DEVICES = {
     "cpu": Device(("cpu",), None, None, None, None),
     "rtx4090": Device(("NVIDIA GeForce RTX 4090",), 24 * 10**9, 165.2e12, 1.008e12, 64e9, jax_share=0.75),
+    "rtx5090": Device(("NVIDIA GeForce RTX 5090",), 32 * 10**9, 209.5e12, 1.792e12, 128e9, jax_share=0.75),
+    "l4": Device(("NVIDIA L4 ",), 24 * 10**9, 121e12, 0.3e12, 64e9, jax_share=0.75),  # not the L40
+    "a100-40": Device(
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 40 * 10**9, 312e12, 1.555e12, 600e9, jax_share=0.75
+    ),
+    "a100-80": Device(
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 80 * 10**9, 312e12, 2.039e12, 600e9, jax_share=0.75
+    ),
     "h100": Device(("NVIDIA H100 80GB",), 80 * 10**9, 989e12, 3.35e12, 900e9, jax_share=0.75),
     "h200": Device(("NVIDIA H200",), 141 * 10**9, 989e12, 4.8e12, 900e9, jax_share=0.75),
+    "v4": Device(("TPU v4",), 32 * 10**9, 275e12, 1.228e12, 600e9),
+    "v5e": Device(("TPU v5 lite", "TPU v5e"), 16 * 10**9, 197e12, 0.819e12, 400e9),
     "v5p": Device(("TPU v5p",), 95 * 10**9, 459e12, 2.765e12, 1200e9),
     "v6e": Device(("TPU v6",), 32 * 10**9, 918e12, 1.638e12, 800e9),
 }
@@ -54,7 +64,7 @@ def device_name(kind: str) -> str:
     # with it.
     if kind == "TPU v5":
         return "v5p"
-    return next((name for name, device in DEVICES.items() if kind.startswith(device.kinds)), "")
+    return next((name for name, device in DEVICES.items() if f"{kind} ".startswith(device.kinds)), "")
 
 
 _EXTRAS = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
@@ -94,10 +104,17 @@ class Machine:
     Attributes:
       device: Key of DEVICES, or "" for an unknown device.
       mesh: Size of each mesh axis.
+      processes: Number of processes, one per host.
     """
 
     device: str
     mesh: Mapping[str, int]
+    processes: int = 1
+
+    @property
+    def host(self) -> "Machine":
+        """The devices of one process, with its own mesh."""
+        return Machine(self.device, host_axes(self.mesh, self.num_devices // self.processes))
 
     @property
     def platform(self) -> str:

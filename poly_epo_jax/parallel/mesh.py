@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from poly_epo_jax.config.keys import ConfigError
@@ -43,6 +43,22 @@ def shown_axes(mesh_shape: Mapping[str, int]) -> dict[str, int]:
 def row_shards(mesh_shape: Mapping[str, int]) -> int:
     """Returns the number of shards of the rows of a batch."""
     return prod(mesh_shape[axis] for axis in ROWS)
+
+
+def host_axes(mesh_shape: Mapping[str, int], num_local: int) -> dict[str, int]:
+    """Returns the sizes of the mesh axes of one process, whose sampler and servers use a full copy of the weights.
+
+    The size of the `expert` axis is the greatest common divisor of its size in `mesh_shape` and the number of local
+    devices. The axes `tensor` and `fsdp` are sized in the same way from the remaining devices. The rest is `data`.
+
+    Args:
+      mesh_shape: Number of devices of all processes along each mesh axis.
+      num_local: Number of devices of the process.
+    """
+    sizes = {}
+    for axis in ("expert", "tensor", "fsdp"):
+        sizes[axis] = gcd(mesh_shape[axis], num_local // prod(sizes.values()))
+    return {axis: sizes.get(axis, num_local // prod(sizes.values())) for axis in AXES}
 
 
 def fill_mesh(requested: Mapping[str, Any], num_devices: int) -> dict[str, int]:

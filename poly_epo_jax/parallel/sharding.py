@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.devices import device_name, find_devices
-from poly_epo_jax.parallel.mesh import AXES, ROWS, RULES, fill_mesh
+from poly_epo_jax.parallel.mesh import AXES, ROWS, RULES, fill_mesh, host_axes
 from poly_epo_jax.types import Params
 
 
@@ -225,27 +225,21 @@ def summed_over_rows(
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """Returns a mesh of the local devices. Returns `mesh` if all of its devices belong to one process.
-
-    The size of the `expert` axis is the greatest common divisor of its size in `mesh` and the number of local devices.
-    The axes `tensor` and `fsdp` are sized in the same way from the remaining devices. The rest is `data`.
-    """
+    """Returns a mesh of the local devices, see `host_axes`, or `mesh` if all of its devices belong to one process."""
     if len({device.process_index for device in mesh.devices.flat}) == 1:
         return mesh
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    expert = math.gcd(mesh.shape["expert"], len(local))
-    tensor = math.gcd(mesh.shape["tensor"], len(local) // expert)
-    fsdp = math.gcd(mesh.shape["fsdp"], len(local) // (tensor * expert))
-    arranged = np.asarray(local).reshape(-1, fsdp, tensor, expert)
+    arranged = np.asarray(local).reshape([*host_axes(mesh.shape, len(local)).values()])
     return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def params_on_host(params: Params, mesh: Mesh) -> Params:
+def params_on_host(params: Params, mesh: Mesh, dtype: str = "") -> Params:
     """Copies weights to `host_mesh(mesh)`, so that each process has a full copy. All processes must call this function.
 
     Args:
       params: Weights, sharded over `mesh`.
       mesh: Mesh of all processes.
+      dtype: Type of the copy. The weights are converted before they are sent. If empty, they keep their types.
 
     Returns:
       The weights, sharded over the local devices. Returned unchanged with a single process.
@@ -262,7 +256,7 @@ def params_on_host(params: Params, mesh: Mesh) -> Params:
 
     def gather(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)
-        copies = jax.device_put(x, NamedSharding(hosts, x.sharding.spec))
+        copies = jax.device_put(x.astype(dtype or x.dtype), NamedSharding(hosts, x.sharding.spec))
         shards = [shard.data for shard in copies.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(local_mesh, x.sharding.spec), shards)
 

@@ -14,6 +14,7 @@ from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import (
+    bands_section,
     evaluation_summaries,
     final_values,
     metric_list,
@@ -111,6 +112,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
         results_tables(results, line_styles),
         _figure_sections(drawn, metrics, timelines),
         asset("browser.html"),
+        bands_section({label: run for label, run in runs.items() if run.config}),
         settings_section(
             {label: run.config for label, run in runs.items()}, {label: run.versions for label, run in runs.items()}
         ),

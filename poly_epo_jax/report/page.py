@@ -5,11 +5,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from poly_epo_jax.check_run.bands import differing_keys, find_bands, summary
 from poly_epo_jax.metrics import evaluation, logged
 from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, MEAN_REWARD, PASS
 from poly_epo_jax.report import figures
-from poly_epo_jax.report.document import interval_cell, table
+from poly_epo_jax.report.document import interval_cell, table, text_table
 from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, model_labels
+from poly_epo_jax.report.folders import RunRecords
 
 MAIN = (PASS, MEAN_REWARD, CORRECT_CLUSTERS)
 """Evaluation metrics, without k, of the first table of a benchmark."""
@@ -34,6 +36,25 @@ def run_summary(label: str, rows: figures.Rows) -> str:
     if not changes:
         return f"{name}: not evaluated up to step {rows[-1]['step']}."
     return f"{name}: {', '.join(changes)}, from step {steps[0]} to step {steps[-1]}."
+
+
+def bands_section(runs: Mapping[str, RunRecords]) -> str:
+    """Returns HTML with the comparison of each run with the bands of its task and method, see check_run/bands.py.
+
+    Args:
+      runs: Runs by label, each with a configuration.
+    """
+    parts = []
+    for label, run in runs.items():
+        bands = find_bands(run.config)
+        compared = bands.compare(run.metrics) if bands else []
+        changed = ", ".join(differing_keys(run.config, bands.config)) if bands else ""
+        text = f"{summary(bands, compared)}{changed and f' Keys that differ from the recipe: {changed}.'}"
+        parts.append(f"<p><b>{html.escape(label)}</b>: {html.escape(text)}</p>")
+        if compared:
+            rows = text_table(["step", "metric", "value", "band", ""], [one.cells() for one in compared])
+            parts.append(f"<details><summary>Values and bands</summary>{rows}</details>")
+    return f"<section id='bands'><h2>Bands of the recipe</h2>{''.join(parts)}</section>" if parts else ""
 
 
 def evaluation_summaries(evaluations: Evaluations) -> list[str]:

@@ -4,26 +4,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from poly_epo_jax.config.section import flat
 from poly_epo_jax.report.document import text_table
-
-HIDDEN_KEYS = ("workdir", "compilation_cache_dir", "base.cache_dir")
-"""Keys of storage locations, which do not affect the results of a run."""
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a configuration to a dict of dotted keys, without `HIDDEN_KEYS`. Options are flattened too.
-
-    Args:
-      config: The configuration, as nested dicts.
-      prefix: Prefix of the keys.
-    """
-    keys: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            keys |= flat(value, f"{prefix}{key}.")
-        else:
-            keys[prefix + key] = value
-    return {key: value for key, value in keys.items() if key not in HIDDEN_KEYS}
 
 
 def settings_section(

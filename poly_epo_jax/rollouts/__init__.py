@@ -7,6 +7,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens
+from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.registry import Registry
@@ -30,16 +31,6 @@ def _embedded(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: C
     train, most = config.train, config.rollouts.max_concurrent
     full_batch = train.prompts_per_batch * train.num_generations if train.refill else 0
     return EmbeddedSampler(model, mesh, stop_ids, train.max_prompt_tokens, most, full_batch)
-
-
-def _jetstream(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config) -> Sampler:
-    from poly_epo_jax.rollouts.jetstream.engine import EngineSize
-    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler  # google-jetstream is optional
-
-    samples = config.train.num_generations
-    slots = max(1, config.rollouts.max_concurrent // samples)
-    size = EngineSize(slots, samples, config.train.max_prompt_tokens, config.sampling.max_tokens)
-    return JetStreamSampler(model, mesh, stop_ids, size)
 
 
 def _sglang(
@@ -184,7 +175,7 @@ class SamplerEntry:
       while_training: Whether it can generate while the policy is trained, as `train.staleness` above 0 requires, and
         continue generations with new weights, as `rollouts.in_flight` requires.
       cache_growth: Peak size of its caches while they grow, as a multiple of full-length caches, if it decodes in the
-        trainer's memory. None if it decodes elsewhere.
+        trainer's memory, with weights in the compute type. None if it decodes elsewhere.
       has_slots: Whether it decodes with `embedded.slots`, the only decoder that the benchmark measures.
     """
 
@@ -197,10 +188,19 @@ class SamplerEntry:
     has_slots: bool = False
 
 
+def pushed_dtype(config: Config, model_config: ModelConfig) -> str:
+    """Returns the type in which several processes copy the weights to their samplers, see `params_on_host`.
+
+    Samplers in the trainer's memory convert all weights to the compute type. Converting before the copy halves it. An
+    adapter is merged in float32 after the copy. Servers have their own type.
+    """
+    converts = SAMPLERS[config.rollouts.name].cache_growth is not None and not model_config.lora_targets
+    return model_config.dtype if converts else model_config.param_dtype
+
+
 SAMPLERS: Registry[SamplerEntry] = Registry(
     # When a cache grows for the last time, a cache of 3/4 of the full length is copied into one of full length.
     embedded=SamplerEntry(_embedded, "the trainer's own sampler", cache_growth=1.75, has_slots=True),
-    jetstream=SamplerEntry(_jetstream, "JetStream", cache_growth=1.0),
     sglang=SamplerEntry(_sglang, "SGLang servers", needs_urls=True, while_training=True),
     vllm=SamplerEntry(_vllm, "vLLM servers", _vllm_dialect, needs_urls=True, while_training=True),
 )

@@ -1,4 +1,4 @@
-"""Validates completions from inference servers and JetStream.
+"""Validates completions from inference servers.
 
 Training on a single invalid token could corrupt the weights permanently.
 """

@@ -278,7 +278,8 @@ def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt3
     Args:
       seed: Seed of the batch, `Sampling.seed`.
       problem: The problem. Its id is mixed into the seeds and, unless `occurrence` is 0, its `occurrence`.
-      num_generations: Number N of generations. The seeds of a smaller N are a prefix of those of a larger N.
+      num_generations: Number N of generations. The seeds of a smaller N are a prefix of those of a larger N,
+        but correlated generations also depend on N, see `embedded.token_sampling.group_lattice`.
 
     Returns:
       Seeds [N], uint32.

@@ -80,6 +80,11 @@ def task_rules(config: Config, task: Task) -> Rules:
         f"rollouts.in_flight=True is not supported with task.name={config.task.name!r}, because updates wait for the "
         "end of episodes; set rollouts.in_flight=False.",
     )
+    yield (
+        isinstance(task, Interactive) and config.sampling.correlated,
+        f"sampling.correlated=True is not supported with task.name={config.task.name!r}, because generations have "
+        "different prompts after the first turn; set sampling.correlated=False.",
+    )
 
 
 def _sampling(config: Config) -> Rules:
@@ -199,6 +204,11 @@ def _rollouts(config: Config) -> Rules:
     yield (
         sampler.needs_urls and not rollouts.urls,
         "rollouts.urls='' must be the address of at least one server of the policy.",
+    )
+    yield (
+        config.sampling.correlated and not sampler.has_slots,
+        f"sampling.correlated=True is not supported with rollouts.name={rollouts.name!r}, which draws its own random "
+        "numbers; set sampling.correlated=False or rollouts.name=embedded.",
     )
     yield (
         rollouts.in_flight and not sampler.while_training,

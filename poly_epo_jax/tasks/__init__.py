@@ -15,6 +15,7 @@ from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.polynomial import PolynomialProseTask, PolynomialTask
 from poly_epo_jax.tasks.reasoning_gym import ReasoningGymTask
 from poly_epo_jax.tasks.textarena import TextArenaTask
+from poly_epo_jax.tasks.tool_environment import ToolEnvironmentTask
 from poly_epo_jax.types import Task
 
 TASKS: Registry[Callable[..., Task]] = Registry(
@@ -28,6 +29,7 @@ TASKS: Registry[Callable[..., Task]] = Registry(
     math=MathTask,
     reasoning_gym=ReasoningGymTask,
     textarena=TextArenaTask,
+    tool_environment=ToolEnvironmentTask,
     categories=CategoriesTask,
     prefixes=PrefixesTask,
 )
@@ -48,4 +50,5 @@ __all__ = [
     "PrefixesTask",
     "ReasoningGymTask",
     "TextArenaTask",
+    "ToolEnvironmentTask",
 ]

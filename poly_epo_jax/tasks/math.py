@@ -12,6 +12,7 @@ from poly_epo_jax.tasks.answers import MAX_ANSWER_LENGTH, last_boxed, visible
 from poly_epo_jax.tasks.problems import (
     SLOT,
     Dropped,
+    check_source,
     check_template,
     clean_problems,
     load_problems,
@@ -85,7 +86,10 @@ class MathTask(GradedInWorkers):
                 f"task.options.weights={self.weights} must have one weight for each of the {len(sources)} sources of "
                 "task.options.train, whose names must differ; correct the weights, or rename files."
             )
-        held_out, dropped_held_out = self._load([source for source in held_out_sources if source])
+        held_out_sources = [source for source in held_out_sources if source]
+        for source in (*held_out_sources, *sources):  # before a dataset is downloaded
+            check_source(source)
+        held_out, dropped_held_out = self._load(held_out_sources)
         train, dropped_train = self._load(sources, held_out)
         if self.keep:
             train, outside = _with_pass_rate(train, Path(self.keep), self.keep_min, self.keep_max)

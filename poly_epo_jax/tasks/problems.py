@@ -75,6 +75,24 @@ def read_source(source: str) -> list[dict[str, Any]]:
       ValueError: If the source is malformed or empty.
       OSError: If the source is missing or unreachable.
     """
+    check_source(source)
+    path = Path(source)
+    rows = _READERS[path.suffix](path) if path.suffix in _READERS else read_data_set(source)
+    if not rows:
+        raise ValueError(f"{source} contains no rows.")
+    return rows
+
+
+def check_source(source: str) -> None:
+    """Checks that a local source exists and can be read. Datasets of the Hub are not checked.
+
+    Args:
+      source: File or dataset, see `read_source`.
+
+    Raises:
+      ValueError: If a local source has another format.
+      OSError: If a local source is missing.
+    """
     path = Path(source)
     is_file = path.suffix in _READERS
     place = path if is_file else Path(source.split(":")[0])
@@ -91,10 +109,6 @@ def read_source(source: str) -> list[dict[str, Any]]:
             f"{place} was written by save_to_disk; load it with datasets.load_from_disk, write a split with "
             "to_parquet, and set the path of that .parquet file."
         )
-    rows = _READERS[path.suffix](path) if is_file else read_data_set(source)
-    if not rows:
-        raise ValueError(f"{source} contains no rows.")
-    return rows
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:

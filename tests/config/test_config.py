@@ -172,6 +172,11 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"rollouts.weight_sync": "nccl"}, ["rollouts.weight_sync='nccl'", "disk, tensor"]),
         ({"sampling.top_p": 0.9}, ["sampling.top_p=0.9 and sampling.top_k=0 would bias the gradient", "top_p=1"]),
         ({"sampling.top_k": 20}, ["sampling.top_p=1.0 and sampling.top_k=20 would bias the gradient"]),
+        (
+            {"sampling.correlated": True, "rollouts.name": "vllm", "rollouts.urls": "http://localhost:1"},
+            ["sampling.correlated=True", "rollouts.name='vllm'", "rollouts.name=embedded"],
+        ),
+        ({"sampling.correlated": True, "sampling.top_p": 0.9}, ["sampling.top_p=0.9"]),
         ({"algo.importance_cap": -1.0}, ["algo.importance_cap=-1.0", "be 0, or lie between 0.001"]),
         ({"algo.max_mismatch_ratio": 0.9}, ["algo.max_mismatch_ratio=0.9", "be 0, or lie between 1.001"]),
         ({"rollouts.in_flight": True}, ["rollouts.in_flight=True", "rollouts.name='embedded'", "sglang or vllm"]),

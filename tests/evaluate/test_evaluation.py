@@ -453,6 +453,7 @@ def test_problems_that_fail_are_listed_and_generated_again(fork_server: ForkServ
         (["--benchmarks=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["--benchmarks=aime24", "--models=/no/such/model"], ["aime24", "aime_2025"]),
         (["--models=/no/such/model"], ["/no/such/model"]),
+        (["--config.sampling.correlated=True"], ["sampling.correlated=True", "independent"]),
         (["--models=http://127.0.0.1:9"], ["http://127.0.0.1:9"]),
     ],
     ids=lambda value: value[0].removeprefix("--"),

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fakes import TINY
 from flax import nnx
+from huggingface_hub import HfApi
 from training_runs import as_flags, environment
 
 from configs import gsm8k
@@ -41,16 +44,42 @@ def problems(count: int, start: int = 0) -> list[dict[str, str]]:
 def data(tmp_path: Path) -> dict[str, str]:
     for name, rows in (("train", problems(8)), ("test", problems(3, start=1000))):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")  # as in the dataset's repository
     return {"train": str(tmp_path / "train.jsonl"), "held_out": str(tmp_path / "test.jsonl")}
 
 
-def test_the_answer_follows_the_marker(data: dict[str, str]):
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_answer_follows_the_marker(data: dict[str, str], suffix: str):
     config = gsm8k.get_config()
-    config.task.options.update(data)
+    config.task.options.update({part: str(Path(file).with_suffix(suffix)) for part, file in data.items()})
     task = make_task(read_config(config).task)
     assert [problem.answer for problem in task.train_problems] == [str(2 * n + 1) for n in range(8)]
     assert [problem.answer for problem in task.held_out_problems] == ["2001", "2003", "2005"]
     assert "How many pens" in task.train_problems[0].prompt and "<<" not in task.train_problems[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "'openai/gsm8k:main:test' cannot be reached: .*no network"),
+        ({"train": "missing.jsonl"}, "missing.jsonl does not exist"),  # without a request for the held-out problems
+    ],
+)
+def test_missing_problems_raise_an_error_after_at_most_one_request(
+    options: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    requests = []
+
+    def without_network(_: HfApi, name: str, timeout: float) -> None:
+        requests.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(HfApi, "dataset_info", without_network)
+    config = gsm8k.get_config()
+    config.task.options.update(options)
+    with pytest.raises(OSError, match=message):
+        make_task(read_config(config).task)
+    assert requests == ([] if options else ["openai/gsm8k"])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from training_runs import SETTINGS, environment
 from poly_epo_jax.records.run_folder import read_method
 
 ROOT = Path(__file__).parents[2]
+METHODS = ("grpo", "poly_epo")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BASE_PACKAGES = """
 import sys
@@ -119,3 +120,24 @@ def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
         "Mostly correct",
     ]
     assert "--- GRPO" in out and re.search(r"^   \d x  .* (correct|incorrect)$", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_notebook_of_accelerators_with_the_tiny_policy(tmp_path: Path, caches: dict[str, Path]):
+    code = "\n".join(code_of(ROOT / "notebooks" / "free_accelerators.ipynb"))
+    small = {key: value for key, value in SETTINGS.items() if key != "task.options"} | caches
+    for before, after in {
+        '"polynomial", "polynomial", 40, 20': '"polynomial", "polynomial", 4, 2',
+        'settings = {"optimizer.learning_rate": 1e-3}': f"settings = { ({key: str(small[key]) for key in small})!r}",
+    }.items():
+        assert code.count(before) == 1
+        code = code.replace(before, after)
+    for _ in range(2):  # the second session resumes the first
+        process = start(IN_A_NOTEBOOK, SETTINGS, tmp_path, code)
+        out, err = process.communicate(timeout=900)
+        assert process.returncode == 0, err
+        assert "0 failed" in out and re.search(r"pass@64 +GRPO \S+ .* Poly-EPO .* difference [+-]", out), out
+        assert "Warning" not in out + err
+    configs = [json.loads((tmp_path / "runs/accelerator" / name / "config.json").read_text()) for name in METHODS]
+    assert [config["algo"]["advantages"] for config in configs] == ["grpo", "marginal_set"]
+    assert configs[0]["seed"] == configs[1]["seed"]

@@ -74,9 +74,9 @@ def slice_of_one(tmp_path: Path):
     for command in (["init", "--quiet"], ["add", "."]):
         subprocess.run(["git", *command], cwd=repository, check=True)
 
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, action: str = "run", **variables: str) -> subprocess.CompletedProcess[str]:
         path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "ZONE": "a-zone", "HOST": str(host)}
-        command = ["bash", str(repository / "launch" / "tpu.sh"), "run", *arguments]
+        command = ["bash", str(repository / "launch" / "tpu.sh"), action, *arguments]
         return subprocess.run(command, env=os.environ | path | variables, capture_output=True, text=True)
 
     return repository, host, run
@@ -101,6 +101,7 @@ def test_tpu_run_copies_local_edits_and_starts_a_detached_run(slice_of_one):
     words = flags.split(" ")
     assert words[0] == "--config=configs/polaris.py:v5p-32"
     assert {"--config.hosts.coordinator_address=auto", "--config.judge.url=http://judge:30010"} <= set(words)
+    assert "--config.rollouts.name=embedded" in words
     assert words.index("--config.workdir=/mnt/shared/poly-epo") < words.index("--config.workdir=/else")
 
     copied = host / "poly_epo_jax"
@@ -118,6 +119,63 @@ def test_tpu_run_does_not_train_if_the_doctor_fails(slice_of_one):
     # An empty address is rejected for judges that are servers.
     assert ended.returncode == 1 and "--config.judge.url= " in ended.stdout
     assert not (host / "poly_epo_jax.log").exists()
+
+
+# A slice with its state in the file `state`. `list` prints nothing before it is created. A new slice has an empty disk.
+PREEMPTIBLE = """#!/bin/bash
+cd "$HOST/.."
+[[ $4 == ss[h] || $4 == scp ]] || echo "$4 $*" >>calls
+case $4 in
+  list) cat state 2>/dev/null || true ;;
+  create) echo ACTIVE >state && find host -mindepth 1 -delete && touch ended ;;
+  delete) rm state && touch ended ;;
+  *) exec bash bin/host_of_gcloud "$@" ;;
+esac
+"""
+# The first run is preempted with its slice, the second is saved before a reboot, and the third ends.
+TRAINER = """#!/bin/bash
+cd "$HOST/.."
+[[ $* != *poly_epo_jax.doctor* ]] || { rm -f ended && exit; }
+echo "main ${*:3}" >>calls
+case $(grep -c ^main calls) in
+  1) echo SUSPENDED >state ;;
+  2) echo "SIGTERM: Saved after step 3. Rerun the command to resume." ;;
+  *) echo "$LAST" ;;
+esac
+touch ended
+"""
+
+
+@pytest.mark.parametrize(("last", "code"), [("Done: a run", 0), ("ConfigError: a reason", 1)])
+def test_tpu_keep_resumes_a_run_until_it_has_ended(slice_of_one, tmp_path: Path, last: str, code: int):
+    run = slice_of_one[-1]
+    scripts = {
+        "bin/host_of_gcloud": GCLOUD.replace("--worker=all*", "*"),
+        "bin/gcloud": PREEMPTIBLE,
+        "bin/python": TRAINER,
+        "bin/sleep": '#!/bin/bash\nuntil [ -e "$HOST/../ended" ]; do /bin/sleep 0.01; done\n',
+        "repository/launch/help.sh": "",
+        "repository/launch/setup_env.sh": "mkdir -p .venv/bin && >.venv/bin/activate && echo setup >>$HOST/../calls\n",
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    ended = run("v5p-32", "--config=configs/polaris.py:v5p-32", action="keep", LAST=last, SPOT="1")
+    assert ended.returncode == code and ended.stdout.splitlines()[-1] == last, ended.stderr
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.startswith("list")]
+    assert [line.split()[0] for line in calls] == [
+        "create",
+        "setup",
+        "main",
+        "delete",
+        "create",
+        "setup",
+        "main",
+        "main",
+    ]
+    assert "--accelerator-type=v5p-32" in calls[0] and calls[0].endswith("--spot") and calls[0] == calls[4]
+    trainers = {line for line in calls if line.startswith("main")}
+    assert len(trainers) == 1 and "--config.workdir=/mnt/shared/poly-epo" in trainers.pop()
 
 
 def test_tpu_reports_missing_arguments(tpu):

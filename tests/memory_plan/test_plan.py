@@ -326,6 +326,26 @@ def test_plans_depend_on_sharding_dtypes_and_remat():
     assert embedded.stages["generate"]["keys and values"] == pytest.approx(1.75 * 88 * 5120 * 147_456)
 
 
+def test_a_plan_counts_the_copy_and_the_slots_of_each_host():
+    """A host of v5p-64 has four of 32 chips. With tensor=4, each of them holds a quarter of the host's copy."""
+    config = polaris.get_config("v5p-64")
+    config.update_from_flattened_dict({"mesh.fsdp": 8, "mesh.tensor": 4, "rollouts.max_concurrent": 64})
+    plan, _ = planned("Qwen3-32B", read_config(config))
+    copy = 2 * 32.76e9 / 4  # bytes in bfloat16
+    assert plan.machine.host.mesh == {"data": 1, "fsdp": 1, "tensor": 4, "expert": 1}
+    assert plan.fits and plan.resident["copy of the host"] == pytest.approx(copy, rel=2e-3)
+    assert plan.stages["push weights"]["copy of the host"] == plan.resident["copy of the host"]
+    generate = plan.stages["generate"]
+    assert generate["decoding weights"] == pytest.approx(copy, rel=2e-3) and generate["gathered weights"] == 0
+    # All chips of a host decode its 64 sequences, with two of the eight key-value heads each.
+    assert generate["keys and values"] == pytest.approx(1.75 * 64 * 5120 * 2 * 64 * 2 * 128 * 2)
+    config.update_from_flattened_dict({"rollouts.name": "sglang", "rollouts.urls": "http://127.0.0.1:30000"})
+    on_disk, _ = planned("Qwen3-32B", read_config(config))
+    assert "copy of the host" not in on_disk.resident
+    assert on_disk.stages["push weights"]["copy of the host"] == pytest.approx(2 * copy, rel=2e-3)
+    assert "push weights" not in planned("Qwen3-4B", read_config(polaris.get_config("v6e-8")))[0].stages
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 1.2, 1.6, 3, 10])
 def test_auto_selects_the_least_recomputation_that_fits(share: float):
     """AUTO selects the first policy that leaves a tenth of the memory free, for several sizes around that of `full`."""
@@ -424,13 +444,20 @@ def test_invalid_names_are_rejected(config_string: str, complaint: str):
         ("NVIDIA H200", "h200"),
         ("TPU v5p", "v5p"),
         ("TPU v5", "v5p"),
-        ("TPU v5 lite", ""),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v4", "v4"),
         ("TPU v6 lite", "v6e"),
         ("cpu", "cpu"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", ""),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA A100-SXM4-80GB", ""),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", ""),
+        ("Tesla T4", ""),
     ],
 )
 def test_device_names_follow_from_the_device_kind_of_jax(kind: str, name: str):

@@ -80,6 +80,11 @@ def test_files_that_git_lfs_did_not_download_raise_an_error(folder: Path, name: 
         open_policy(folder, ModelSection())
 
 
+def test_an_address_of_a_bucket_raises_an_error_that_names_the_remedy():
+    with pytest.raises(OSError, match=r"gs://bucket/model.*mount the bucket"):
+        policy.find_model("gs://bucket/model")
+
+
 def test_weights_of_an_unsupported_model_of_the_hub_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     requested = []
 

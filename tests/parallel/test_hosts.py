@@ -55,30 +55,40 @@ def assert_same(run: Run, single: Run) -> None:
     assert [[row[key] for key in SAMPLED] for row in samples] == [[row[key] for key in SAMPLED] for row in expected]
 
 
+def _kill_one(run: Run, at: str, killed: int) -> str:
+    """Kills a process of a run, checks that the others exit with an error, and returns the log of one of them."""
+    codes = run.stop(at, signal.SIGKILL, index=killed)
+    assert codes.pop(killed) == -signal.SIGKILL and all(codes)
+    return run.log(1 - killed, until="from the last checkpoint.")
+
+
 @pytest.fixture(scope="module")
 def eventful(single: Run) -> tuple[Run, list[str]]:
-    """Runs training with four processes until SIGTERM, twice with two until one is killed, and with two to the end.
+    """Runs training with four, four, one, two and two processes, until it is stopped four times.
+
+    The first processes receive SIGTERM, one of the next four is killed, the single process receives SIGTERM, one of two
+    is killed, and the last two run to the end.
 
     Returns:
-      A tuple of the run and the logs of the processes that were not killed.
+      A tuple of the run and the logs of a process that was not killed, of four and of two.
     """
 
     def by(count: int, **changes: object) -> Run:
         return run_of(single, "eventful", count, **changes)
 
-    preempted = by(4, **{"mesh.data": 2, "mesh.fsdp": 2})
+    four = {"mesh.data": 2, "mesh.fsdp": 2}
+    preempted = by(4, **four)
     assert preempted.stop("push 5", signal.SIGTERM, index=1) == [128 + signal.SIGTERM] * 4
     found = re.search(r"SIGTERM: Saved after step (\d+)\. Rerun the command", preempted.log())
     assert found and preempted.checkpoints()[-1] == int(found[1]) == preempted.logged_steps()[-1]
     # Only the first process logs.
     assert "step" in preempted.log(0) and all("step" not in preempted.log(index) for index in range(1, 4))
 
-    survivor_logs = []
-    for killed, at in ((1, "push 7"), (0, f"commit {2 * CHECKPOINT_EVERY}")):
-        pair = by(2)
-        codes = pair.stop(at, signal.SIGKILL, index=killed)
-        assert codes[killed] == -signal.SIGKILL and codes[1 - killed] != 0
-        survivor_logs.append(pair.log(1 - killed, until="from the last checkpoint."))
+    survivor_logs = [_kill_one(by(4, **four), "push 7", 1)]
+    alone = by(1)
+    assert alone.stop("push 7", signal.SIGTERM) == [128 + signal.SIGTERM]
+    assert alone.checkpoints()[-1] == alone.logged_steps()[-1] >= 6
+    survivor_logs.append(_kill_one(by(2), f"commit {2 * CHECKPOINT_EVERY}", 0))
     ended = by(2)
     ended.finish()
     assert f"Done: {ended.folder}" in ended.log(0) and "Done" not in ended.log(1)
@@ -91,17 +101,13 @@ def test_several_processes_match_a_single_process(single: Run, eventful: tuple[R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [1, 0])
-def test_killing_one_process_terminates_the_other_with_a_message(eventful: tuple[Run, list[str]], killed: int):
+@pytest.mark.parametrize("survivor", ["0 of 4", "1 of 2"])
+def test_killing_one_process_terminates_the_others_with_a_message(eventful: tuple[Run, list[str]], survivor: str):
     # Output of the collectives may precede the message on the same line.
-    assert (
-        eventful[1][1 - killed]
-        .strip()
-        .endswith(
-            f"Error: process {1 - killed} of 2 was terminated, could not connect to the other processes within 300 s, "
-            "or lost one of them; see the logs of all processes. Restart all processes to resume from the last "
-            "checkpoint."
-        )
+    log = eventful[1][survivor == "1 of 2"]
+    assert log.strip().endswith(
+        f"Error: process {survivor} was terminated, could not connect to the other processes within 300 s, or lost one "
+        "of them; see the logs of all processes. Restart all processes to resume from the last checkpoint."
     )
 
 
@@ -154,8 +160,10 @@ for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 2, 0]):
     mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
     params = {"w": jax.make_array_from_callback(weight.shape, split, weight.__getitem__)}
-    here = params_on_host(params, mesh)["w"]
-    print(tuple(host_mesh(mesh).shape.values()), bool(here.is_fully_addressable and (np.asarray(here) == weight).all()))
+    for dtype in ("", "bfloat16"):  # Both types represent the integers up to 32 exactly.
+        here = params_on_host(params, mesh, dtype)["w"]
+        is_full = here.is_fully_addressable and (np.asarray(here) == weight).all()
+        print(tuple(host_mesh(mesh).shape.values()), bool(is_full and here.dtype == (dtype or "float32")))
 """
 
 
@@ -210,7 +218,7 @@ def test_an_error_between_collectives_terminates_all_processes():
 def test_each_process_gathers_full_weights_for_any_device_order():
     # The devices of a process are neighbors along tensor in the first mesh, along fsdp in the second, and neither in
     # the third.
-    assert run_two_processes(GATHERING, devices=2) == [["(1, 1, 2, 1) True"] * 3] * 2
+    assert run_two_processes(GATHERING, devices=2) == [["(1, 1, 2, 1) True"] * 6] * 2
 
 
 def test_shares_partition_the_items(monkeypatch: pytest.MonkeyPatch):

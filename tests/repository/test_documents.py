@@ -90,6 +90,7 @@ RULES = (
     Rule("SERVER=vllm bash launch/node.sh", elsewhere="tests/launch/test_node.py, with stand-ins for servers"),
     Rule("SERVER=vllm sbatch launch/slurm.sbatch", elsewhere="tests/launch/test_launch.py, with a stand-in for srun"),
     Rule("DEVICE=cpu SERVER=vllm bash launch/node.sh", elsewhere="tests/launch/test_node.py, with stand-ins"),
+    Rule("python benchmarks/bands.py", elsewhere="manual: trains 8 runs of a recipe"),
     Rule("python benchmarks/mismatch.py", elsewhere="manual: starts real servers for 200 steps each"),
     Rule("python benchmarks/staleness.py", elsewhere="manual: starts a real server three times"),
     Rule("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m poly_epo_jax.bench --plan", says="19.8 GB of 22.8 GB"),
@@ -108,6 +109,7 @@ RULES = (
     Rule("pip install torch", elsewhere="manual: installs CUDA, for rollouts.weight_sync=tensor"),
     Rule("pre-commit install", elsewhere="tests/repository/test_contributing.py runs the hooks"),
     Rule("pytest", elsewhere="runs this test"),
+    Rule("poly-epo check-run", elsewhere="tests/check_run/; the runs here are shortened"),
     Rule("poly-epo explain", says="+0.098"),
     Rule("poly-epo recipes", says="polynomial"),
     Rule("poly-epo rejudge runs/planted", elsewhere="tests/examples/test_embedding_judge.py, with a tiny encoder"),
@@ -120,7 +122,7 @@ RULES = (
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
         says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, model.remat=full, train.rows_per_device=1 of 16,384 "
-        "tokens: 18.3 GB of 95 GB on each device; train.rows_per_device=13 would fit.",
+        "tokens: 61 GB of 95 GB on each device; train.rows_per_device=12 would fit.",
     ),
     Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
@@ -219,6 +221,10 @@ RULES = (
     Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, with a few attempts each"),
     Rule("python3 -m venv .venv", elsewhere="launch/setup_env.sh creates .venv"),
     Rule("python benchmarks/advantages.py", says="closed form"),
+    Rule("python benchmarks/compiled_machines.py", elsewhere="tests/benchmarks/test_compiled_machines.py"),
+    Rule(
+        "python benchmarks/correlated.py", elsewhere="tests/benchmarks/test_correlated_estimators.py, with one prompt"
+    ),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
     Rule("python benchmarks/intervals.py", elsewhere="tests/benchmarks/test_intervals.py, with fewer cases"),
@@ -229,6 +235,7 @@ RULES = (
     Rule("python benchmarks/step_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/update_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/weight_sync.py", "runs", says="runs: one writer"),
+    Rule("kubectl apply", elsewhere="tests/launch/test_jobset.py, without a cluster"),
     Rule("sbatch", says="of launch/slurm.sbatch"),
     Rule("source .venv/bin/activate"),
     Rule("source launch/setup_env.sh"),

@@ -35,6 +35,7 @@ LAYERS = (
     "startup",
     "fit_base",
     "evaluate",
+    "check_run",
     "report",
     "rejudge",
     "export",
@@ -62,7 +63,6 @@ LIBRARIES = {
 """Allowed imports of subpackages that can be used on their own, in addition to the standard library."""
 
 OPTIONAL = {
-    "rollouts.jetstream.patched": {"jetstream"},
     "rollouts.sglang.tensor_sync": {"torch"},
     "records.tracking": {"wandb", "trackio"},
     "tasks.gym_worker": {"reasoning_gym"},
@@ -75,6 +75,8 @@ DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 
 HIDING = ("import_module", "__import__", "spec_from_file_location")
 """Import functions that these tests cannot check."""
+NEXT_TO_THE_MODULE = r"Path\(__file__\)\.(with_name\(\"\w+\.\w+\"\)|parent\.glob\(\"\*\.\w+\"\))"
+"""Expressions with the only paths that may be derived from `__file__`."""
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -179,11 +181,9 @@ def violations(module: str, source: str) -> list[str]:
         elif layer(other) > layer(own):
             found.append(f"{module} imports {imported}, but {own} is below {other}.")
     found += [f"{module} uses {name}, which hides imports from this test." for name in HIDING if name in names(source)]
-    is_outside = "__file__" in names(re.sub(r"Path\(__file__\)\.with_name\(\"\w+\.\w+\"\)", "None", source))
+    is_outside = "__file__" in names(re.sub(NEXT_TO_THE_MODULE, "None", source))
     if is_outside and module != f"{NAME}.{RECIPES}":
-        found.append(
-            f"{module} uses __file__ other than in Path(__file__).with_name; only read files next to the module."
-        )
+        found.append(f"{module} uses __file__ other than in {NEXT_TO_THE_MODULE}; only read files next to the module.")
     return found
 
 

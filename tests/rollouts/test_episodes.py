@@ -144,12 +144,12 @@ def test_an_invalid_maximum_length_of_replies_is_refused(limit: Any):
 
 @pytest.mark.parametrize(("limit", "is_reported"), [({"max_turns": 2}, True), ({"max_tokens": 500}, False)])
 def test_episodes_without_room_are_counted_and_reported(
-    limit: dict[str, int], is_reported: bool, monkeypatch: pytest.MonkeyPatch
+    limit: dict[str, Any], is_reported: bool, monkeypatch: pytest.MonkeyPatch
 ):
     warnings, sampler = list[str](), ByHash()
     monkeypatch.setattr(turn_queue, "warn_repeatedly", lambda kind, text: warnings.append(text))
     rollouts = Rollouts(sampler, sampler.tokenizer, Sure(), 8)
-    groups = collect(rollouts, PROBLEMS, N, Sampling(**{"max_tokens": 500} | limit))
+    groups = collect(rollouts, PROBLEMS, N, Sampling(**dict[str, Any]({"max_tokens": 500} | limit)))
     count = sum(y.finish_reason == "length" for group in groups for y in group.generations)
     assert rollouts.environments is not None and (count > 0) == is_reported
     assert rollouts.environments.metrics()["environment/no_room"] == count

@@ -41,12 +41,25 @@ def test_keys_that_the_run_cannot_use_are_rejected(
         prepare.prepare(read_config(config))
 
 
-def test_updates_during_episodes_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (
+            "rollouts",
+            {"name": "sglang", "urls": "http://localhost:1", "in_flight": True},
+            r"rollouts\.in_flight=True .* end of episodes",
+        ),
+        ("sampling", {"correlated": True}, r"sampling\.correlated=True .* after the first turn"),
+    ],
+)
+def test_settings_that_exclude_episodes_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, values: dict[str, Any], message: str
+):
     monkeypatch.setattr(prepare, "make_task", lambda section: Interacting())
     config = get_config()
     config.update({"workdir": str(tmp_path / "run"), "compilation_cache_dir": str(tmp_path / "cache")})
     config.base.cache_dir = config.rollouts.weights_dir = str(tmp_path)
-    config.rollouts.update({"name": "sglang", "urls": "http://localhost:1", "in_flight": True})
+    config[section].update(values)
     config.train.update({"prompts_per_batch": 2, "prompts_per_minibatch": 2})
-    with pytest.raises(ConfigError, match=r"rollouts\.in_flight=True .* end of episodes"):
+    with pytest.raises(ConfigError, match=message):
         prepare.prepare(read_config(config))

@@ -88,7 +88,7 @@ class SumTask:
 def play(task: Any, sampler: Scripted | None = None, **settings: Any) -> list[Group]:
     sampler = sampler or ByHash()
     rollouts = Rollouts(sampler, sampler.tokenizer, task, 8, episode_timeout_seconds=settings.pop("timeout", 60.0))
-    return collect(rollouts, PROBLEMS, N, Sampling(**{"max_tokens": MAX_TOKENS} | settings))
+    return collect(rollouts, PROBLEMS, N, Sampling(**dict[str, Any]({"max_tokens": MAX_TOKENS} | settings)))
 
 
 def graded(groups: Sequence[Group], task: Any) -> list[Any]:

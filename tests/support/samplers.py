@@ -16,10 +16,10 @@ MESH = make_mesh(1, 1, 1)
 TOKENIZER = build_character_tokenizer(TINY_ALPHABET)
 
 
-def make_rollouts(seed=0, max_concurrent=64, task=None, model=TINY_MODEL):
+def make_rollouts(seed=0, max_concurrent=64, task=None, model=TINY_MODEL, mesh=MESH):
     """Returns rollouts with the weights `tiny_params(seed, model)`, version 0."""
-    sampler = EmbeddedSampler(model, MESH, STOP_IDS, MAX_PROMPT, max_concurrent)
-    asyncio.run(sampler.push_weights(on_mesh(tiny_params(seed, model), MESH, model), 0))
+    sampler = EmbeddedSampler(model, mesh, STOP_IDS, MAX_PROMPT, max_concurrent)
+    asyncio.run(sampler.push_weights(on_mesh(tiny_params(seed, model), mesh, model), 0))
     return Rollouts(sampler, TOKENIZER, task or ByLetter(), MAX_PROMPT)
 
 

@@ -470,7 +470,9 @@ def test_problems_of_episodes_may_have_the_same_prompt():
     assert (found["train"][0], found["held_out"][0]) == (OwnGame.train_problems, OwnGame.held_out_problems)
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("math", "reasoning_gym", "textarena")])
+@pytest.mark.parametrize(
+    "name", [name for name in TASKS if name not in ("math", "reasoning_gym", "textarena", "tool_environment")]
+)
 def test_cleaning_keeps_all_problems_of_built_in_tasks(name: str):
     task = TASKS[name]()
     assert not isinstance(task, Cleaned)

@@ -14,6 +14,12 @@ from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.devices import DEVICES
 
 TPU_SHAPES = {
+    ("v4", 4): "2x2x1",
+    ("v5e", 1): "1x1",
+    ("v5e", 4): "2x2",
+    ("v5e", 8): "2x4",
+    ("v5e", 16): "4x4",
+    ("v5e", 64): "8x8",
     ("v5p", 4): "2x2x1",
     ("v5p", 8): "2x2x2",
     ("v5p", 16): "2x2x4",
@@ -30,23 +36,22 @@ TPU_SHAPES = {
 HOST_SHAPES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
 """Numbers of chips of one host along the axes of the torus, by the number of chips of a host."""
 
-TPU_LINKS = {"v5p": 6, "v6e": 4}
+TPU_LINKS = {"v4": 6, "v5e": 4, "v5p": 6, "v6e": 4}
 """Number of links of a chip, two along each axis of the torus. Along an axis of two chips, only one of them is used."""
 
-TPU_CLOCKS = {"v5p": 1.75e9, "v6e": 1.75e9}
+TPU_CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 """Clock rate in cycles per second: specified FLOP/s divided by FLOPs per cycle.
 
-v5p has 8 matrix units of 128 x 128, v6e has 4 of 256 x 256.
+v4 and v5p have 8 matrix units of 128 x 128, v5e has 4 of 128 x 128, and v6e has 4 of 256 x 256.
 """
+
+CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
+"""Options of the topology by device. With these, both cores of a v4 chip are one device, as on other chips."""
 
 LIBTPU_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """Environment variables that prevent libtpu from querying cloud metadata and from locking a device."""
 
-GPU_SPECS = {
-    "rtx4090": Path(__file__).with_name("rtx4090.txtpb"),
-    "h100": Path(__file__).with_name("h100.txtpb"),
-    "h200": Path(__file__).with_name("h200.txtpb"),
-}
+GPU_SPECS = {path.stem: path for path in Path(__file__).parent.glob("*.txtpb")}
 """Files with the descriptions of GPUs (XLA's GpuTargetConfigProto), which XLA otherwise queries from the device."""
 
 
@@ -67,8 +72,8 @@ def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
         raise ConfigError(f"--compile_for does not support {device}; choose a machine with GPUs or TPUs.")
     _require("libtpu", "tpu", device)
     os.environ |= LIBTPU_ALONE
-    name, bounds = f"{device}:{TPU_SHAPES[device, count]}", HOST_SHAPES[count // hosts]
-    return get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=bounds).devices
+    options = CHIP_CONFIGS.get(device, {}) | {"chips_per_host_bounds": HOST_SHAPES[count // hosts]}
+    return get_topology_desc(f"{device}:{TPU_SHAPES[device, count]}", "tpu", **options).devices
 
 
 def device_rates(preset: Mapping[str, Any], devices: Sequence[Any]) -> Rates:

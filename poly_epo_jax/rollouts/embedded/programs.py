@@ -28,6 +28,7 @@ class SlotState(NamedTuple):
     Attributes:
       active: Whether the slot is generating [B], bool.
       seed: Seed of the generation [B], uint32.
+      lattice: Point of the generation and spacing of the points of its group [B, 2], see `sample_tokens`.
       token: Next input token [B], int32.
       position: Position of `token` in the sequence [B], int32.
       length: Number of response tokens generated so far [B], int32.
@@ -39,6 +40,7 @@ class SlotState(NamedTuple):
 
     active: jax.Array
     seed: jax.Array
+    lattice: jax.Array
     token: jax.Array
     position: jax.Array
     length: jax.Array
@@ -83,6 +85,7 @@ def start(config: ModelConfig, num_slots: int, max_tokens: int, size: int) -> Sl
         SlotState(
             active=zeros(bool),
             seed=zeros(jnp.uint32),
+            lattice=zeros(jnp.float32, 2),
             token=zeros(jnp.int32),
             position=zeros(jnp.int32),
             length=zeros(jnp.int32),
@@ -118,6 +121,7 @@ def insert(
     rows: Int[Array, " R"],
     prompts: Int[Array, " R"],
     seeds: UInt32[Array, " R"],
+    lattice: Float[Array, "R 2"],
     tokens: Int[Array, " R"],
     positions: Int[Array, " R"],
     limits: Int[Array, " R"],
@@ -133,6 +137,7 @@ def insert(
       rows: Slots [R]. Entries equal to B are skipped.
       prompts: Rows [R] of the prompts in `prefilled`.
       seeds: Seeds [R] of the generations.
+      lattice: Points of the generations and spacings [R, 2].
       tokens: Last tokens [R] of the prompts.
       positions: Positions [R] of these tokens.
       limits: Maximum numbers [R] of response tokens.
@@ -148,6 +153,7 @@ def insert(
         state._replace(
             active=put(state.active, True),
             seed=put(state.seed, seeds),
+            lattice=put(state.lattice, lattice),
             token=put(state.token, tokens),
             position=put(state.position, positions),
             length=put(state.length, 0),
@@ -191,12 +197,13 @@ def _next_token(
 ) -> SlotState:
     rows = jnp.arange(len(state.token))
     logits, cache = decoding.decode(config, weights, state.token, state.position, state.active, state.cache)
-    token, logprob = sample_tokens(logits, state.seed, state.length, **sampling)
+    token, logprob, lattice = sample_tokens(logits, state.seed, state.length, state.lattice, **sampling)
     place = jnp.where(state.active, state.length, state.tokens.shape[1])  # Out-of-bounds writes are dropped.
     length = state.length + state.active
     stopped = (token[:, None] == stop_ids[None]).any(axis=1)
     return state._replace(
         active=state.active & ~stopped & (length < state.limit),
+        lattice=lattice,
         token=token,
         position=state.position + state.active,
         length=length,

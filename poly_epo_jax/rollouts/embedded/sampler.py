@@ -12,6 +12,7 @@ from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.rollouts.embedded.slots import Job, Slots, capacity
+from poly_epo_jax.rollouts.embedded.token_sampling import INDEPENDENT, group_lattice
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import Completion, Params, Request, Sampling
 
@@ -87,10 +88,13 @@ class EmbeddedSampler:
                 yield Completion(*origins[finished.job], finished.token_ids, finished.logprobs, reason, versions)
 
     def _slots(self, requests: Sequence[Request], sampling: Sampling) -> Slots:
+        def points(request: Request) -> Sequence[Sequence[float]]:
+            return group_lattice(request.seeds).tolist() if sampling.correlated else [INDEPENDENT] * len(request.seeds)
+
         jobs = [
-            Job(prompt, int(seed), request.max_tokens)
+            Job(prompt, int(seed), request.max_tokens, point)
             for prompt, request in enumerate(requests)
-            for seed in request.seeds
+            for seed, point in zip(request.seeds, points(request), strict=True)
         ]
         size = self.full_batch
         while len(jobs) <= size // 2:

@@ -6,7 +6,7 @@ while all active sequences are short.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from poly_epo_jax.model.decoding import KVCache, gather_weights_over_fsdp
 from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
+from poly_epo_jax.rollouts.embedded.token_sampling import INDEPENDENT
 from poly_epo_jax.types import Params, Sampling
 
 # Cache lengths as fractions of the maximum sequence length. The decoding loop is compiled for each length in use.
@@ -34,11 +35,13 @@ class Job(NamedTuple):
       prompt: Index of the prompt.
       seed: Seed of the generation.
       max_tokens: Maximum number of response tokens.
+      lattice: Point of the generation and spacing of the points of its group, see `group_lattice`.
     """
 
     prompt: int
     seed: int
     max_tokens: int
+    lattice: Sequence[float] = INDEPENDENT
 
 
 class Finished(NamedTuple):
@@ -168,6 +171,7 @@ class Slots:
                 self._pad(rows, filling=len(self._owner)),
                 prompts=self._pad([job.prompt % self._max_prompts for job in jobs]),
                 seeds=self._pad([job.seed for job in jobs], dtype=np.uint32),
+                lattice=self._pad([job.lattice for job in jobs], dtype=np.float32),
                 tokens=self._pad([int(ids[-1]) for ids in prompts]),
                 positions=self._pad([len(ids) - 1 for ids in prompts]),
                 limits=self._pad([job.max_tokens for job in jobs]),
@@ -184,9 +188,11 @@ class Slots:
             tokens[row, : len(ids)], valid[row, : len(ids)] = ids, True
         return programs.prefill(self._config, self._weights, tokens, valid)
 
-    def _pad(self, values: Sequence[int] | np.ndarray, filling: int = 0, dtype: type = np.int32) -> np.ndarray:
+    def _pad(self, values: Sequence[Any] | np.ndarray, filling: int = 0, dtype: type = np.int32) -> np.ndarray:
         """Pads values to the number of slots that are inserted or read per call."""
-        return np.pad(np.asarray(values, dtype), (0, self._turnover - len(values)), constant_values=filling)
+        padded = np.full((self._turnover, *np.shape(values)[1:]), filling, dtype)
+        padded[: len(values)] = values
+        return padded
 
 
 def capacity(mesh: Mesh, max_concurrent: int, num_jobs: int, num_generations: int) -> tuple[int, int]:

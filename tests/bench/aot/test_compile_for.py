@@ -13,7 +13,7 @@ from rich.console import Console
 
 from configs import polaris
 from poly_epo_jax.bench.aot.command import compile_for
-from poly_epo_jax.bench.aot.topology import HOST_SHAPES, TPU_SHAPES, preset_devices
+from poly_epo_jax.bench.aot.topology import GPU_SPECS, HOST_SHAPES, TPU_SHAPES, preset_devices
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.startup.read_config import read_config
@@ -60,8 +60,7 @@ def test_programs_for_tpus(tmp_path: Path):
 
 
 def test_every_preset_tpu_has_a_shape():
-    others = ("cpu", "rtx4090", "h100", "h200")
-    tpus = [preset for preset in MESHES.values() if preset["device_kind"] not in others]
+    tpus = [preset for preset in MESHES.values() if preset["device_kind"] not in ("cpu", *GPU_SPECS)]
     assert {(preset["device_kind"], preset["num_devices"]) for preset in tpus} == set(TPU_SHAPES)
     for preset in tpus:
         sizes = [int(size) for size in TPU_SHAPES[preset["device_kind"], preset["num_devices"]].split("x")]

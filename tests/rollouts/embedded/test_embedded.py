@@ -194,6 +194,14 @@ def test_empty_prompts_raise_an_error(rollouts):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_tensor_parallel_tokens_match_one_device(groups):
+    """The weights are in float32. Heads, MLP and vocabulary are sharded over two devices, and rows over four."""
+    sharded = make_rollouts(max_concurrent=16, mesh=make_mesh(2, 2, 2))
+    assert_same_generations(generate(sharded, PROBLEMS, 4), groups)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_refilled_slots_match_single_requests(temperature):
     """Compares many responses of different lengths, which use caches of all sizes, with single requests."""

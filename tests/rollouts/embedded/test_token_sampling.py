@@ -26,13 +26,17 @@ def softmax(logits):
     return p / p.sum()
 
 
+def independent(rows):
+    return jnp.tile(jnp.asarray(token_sampling.INDEPENDENT), (rows, 1))
+
+
 def draw(logits, draws=DRAWS, index=3, temperature=1.0, top_p=1.0, top_k=0):
     """Samples one token for each of `draws` seeds, and returns the tokens and their log-probabilities."""
     columns = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[:, None], (len(logits), draws))
     indices = jnp.full(draws, index, jnp.int32)
     seeds = jnp.arange(draws, dtype=jnp.uint32) * jnp.uint32(2654435761)
     settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    return jax.tree.map(np.asarray, sample_tokens(columns, seeds, indices, **settings))
+    return jax.tree.map(np.asarray, sample_tokens(columns, seeds, indices, independent(draws), **settings)[:2])
 
 
 def random_logits(size, spread=1.0, ties=False, seed=0):
@@ -113,12 +117,12 @@ def test_a_sampled_token_depends_only_on_its_seed_and_index(top_p):
     logits = jnp.asarray(np.stack([random_logits(50, seed=seed) for seed in range(40)], axis=1))
     seeds, indices = jnp.arange(40, dtype=jnp.uint32) % 10, jnp.arange(40, dtype=jnp.int32) // 5
     settings = {"temperature": 1.0, "top_p": top_p, "top_k": 0}
-    together, _ = sample_tokens(logits, seeds, indices, **settings)
+    together, _, _ = sample_tokens(logits, seeds, indices, independent(len(seeds)), **settings)
     order = np.random.default_rng(0).permutation(40)[:13]
-    apart, _ = sample_tokens(logits[:, order], seeds[order], indices[order], **settings)
+    apart, _, _ = sample_tokens(logits[:, order], seeds[order], indices[order], independent(len(order)), **settings)
     np.testing.assert_array_equal(apart, together[order])
     same = jnp.broadcast_to(logits[:, :1], logits.shape)
-    tokens = np.asarray(sample_tokens(same, seeds, indices, **settings)[0])
+    tokens = np.asarray(sample_tokens(same, seeds, indices, independent(len(seeds)), **settings)[0])
     assert len(set(tokens.tolist())) > 5
 
 
@@ -137,7 +141,7 @@ def test_tokens_without_weight_are_never_sampled():
     rng = np.random.default_rng(0)
     weights[rng.integers(0, 64, (5, 3000)), np.arange(3000)] = rng.exponential(size=(5, 3000))
     for u in (0.0, 0.5, 1 - 2.0**-24):
-        index = np.asarray(token_sampling.invert(jnp.asarray(weights), jnp.full(3000, u, jnp.float32)))
+        index = np.asarray(token_sampling.invert(jnp.asarray(weights), jnp.full(3000, u, jnp.float32))[0])
         assert (weights[index, np.arange(3000)] > 0).all()
         if u == 0:
             np.testing.assert_array_equal(index, (weights > 0).argmax(axis=0))

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import poly_epo_jetstream
 import pytest
 from fakes import (
     PATIENCE,
@@ -30,15 +31,17 @@ from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.types import Generation, Group, Problem, Sampler, Sampling
 
+del SAMPLERS["jetstream"]  # Other tests of this process read the registry.
 try:
-    from poly_epo_jax.rollouts.jetstream import patched as jetstream
-    from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
-    from poly_epo_jax.rollouts.jetstream.sampler import JetStreamSampler
+    from poly_epo_jetstream import patched as jetstream
+    from poly_epo_jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
+    from poly_epo_jetstream.sampler import JetStreamSampler
 except ConfigError as missing:
     if os.environ.get("POLY_EPO_REQUIRE_JETSTREAM"):
         raise
@@ -46,6 +49,7 @@ except ConfigError as missing:
 
 pytestmark = pytest.mark.slow  # requires JetStream
 
+ROOT = Path(__file__).parents[2]
 STOP_IDS = (1, 14, 26)
 MAX_PROMPT, MAX_TOKENS = 10, 12
 SIZE = EngineSize(slots=3, samples_per_slot=4, max_prompt_tokens=MAX_PROMPT, max_tokens=MAX_TOKENS)
@@ -309,7 +313,7 @@ def test_the_error_without_google_jetstream_contains_the_command_to_install_it(m
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = f"version {installed} is" if installed else "none is"
-    message = rf"google-jetstream 0\.2\.2, but {found} installed.* bash third_party/jetstream/setup\.sh"
+    message = rf"google-jetstream 0\.2\.2, but {found} installed; run bash third_party/jetstream/setup\.sh"
     with pytest.raises(ConfigError, match=message):
         jetstream._check_version()
 
@@ -365,10 +369,11 @@ def test_training_raises_the_reward(tmp_path, caches):
         "eval.every": 20,
     }
     flags = as_flags(SETTINGS | settings | caches)
-    command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py:grpo", *flags]
-    root = Path(__file__).parents[3]
-    env = environment(packages=["google-jetstream"])
-    ended = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
+    file = tmp_path / "my_jetstream.py"
+    file.write_text("import poly_epo_jetstream\nfrom configs.polynomial import get_config\n")
+    command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={file}:grpo", *flags]
+    env = environment(packages=["google-jetstream"], path=f"{ROOT}:{Path(poly_epo_jetstream.__file__).parents[1]}")
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows, evaluations = rows_of(tmp_path / "run"), rows_of(tmp_path / "run", "eval/reward")
     rewards = [row["reward"] for row in rows]

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from poly_epo_jax.model.decoding import decoding_weights, gather_weights_over_fsdp
 from poly_epo_jax.model.transformer import Transformer
 from poly_epo_jax.rollouts.completion_check import completion_flaw
-from poly_epo_jax.rollouts.jetstream import patched as jetstream
-from poly_epo_jax.rollouts.jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
 from poly_epo_jax.system.run_to_completion import run_to_completion
 from poly_epo_jax.types import Completion, Params, Request, Sampling
+from poly_epo_jetstream import patched as jetstream
+from poly_epo_jetstream.engine import EngineSize, Qwen3Engine, SamplingState, unpack
 
 Columns = list[list[int]]
 """Result of JetStream for one generation: COLUMNS numbers for each token."""

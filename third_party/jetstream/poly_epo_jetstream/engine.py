@@ -25,8 +25,9 @@ from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.rollouts.embedded.slots import MIN_PADDED_PROMPT
-from poly_epo_jax.rollouts.jetstream import patched as jetstream
+from poly_epo_jax.rollouts.embedded.token_sampling import INDEPENDENT
 from poly_epo_jax.types import Params, Request, Sampling
+from poly_epo_jetstream import patched as jetstream
 
 BEGINNING = -1  # Token that JetStream prepends to every prompt. It is not in any vocabulary, and is removed.
 FIRST_TICKET = -2  # Tickets are numbered downwards from this value.
@@ -192,6 +193,7 @@ class Qwen3Engine(jetstream.engine_api.Engine):
                 rows,
                 prompts=np.zeros(samples, np.int32),
                 seeds=np.resize(seeds, samples),
+                lattice=np.tile(np.asarray(INDEPENDENT, np.float32), (samples, 1)),
                 tokens=np.full(samples, prompt[-1], np.int32),
                 positions=np.full(samples, len(prompt) - 1, np.int32),
                 limits=np.full(samples, request.max_tokens, np.int32),

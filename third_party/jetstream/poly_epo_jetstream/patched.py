@@ -47,9 +47,8 @@ def _check_version() -> None:
         found = "none is installed"
     if found != f"version {VERSION} is installed":
         raise ConfigError(
-            f"rollouts.name='jetstream' requires google-jetstream {VERSION}, but {found}. In the repository, run bash "
-            "third_party/jetstream/setup.sh. Elsewhere, install this package with the extra 'jetstream' and run pip "
-            f"install --no-deps google-jetstream=={VERSION}."
+            f"rollouts.name='jetstream' requires google-jetstream {VERSION}, but {found}; run bash "
+            "third_party/jetstream/setup.sh."
         )
 
 
