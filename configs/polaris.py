@@ -84,6 +84,7 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
 
     config.judge.name = "llm"
     config.judge.url = "http://127.0.0.1:30010"  # Qwen/Qwen3-4B-Instruct-2507
+    config.audit.every = 20
 
     if (kind := config.mesh.device_kind) and Machine(kind, {}).platform == "tpu":
         # The embedded sampler of each host. A sequence takes 1.3 GB of a chip while its cache grows.

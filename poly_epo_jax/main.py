@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from poly_epo_jax.audit.background import BackgroundAudit
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, updates_per_step
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
@@ -160,9 +161,14 @@ def _run(config: Config, prepared: Prepared) -> None:
     step = progress.step
     with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
         is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
+        audit = BackgroundAudit(config, task, stop) if config.audit.every and tracker else None
         try:
-            run_in_loop(train(trainer, evaluate, checkpoints, tracker, config, is_evaluated), stop)
+            submit = audit and audit.submit
+            run_in_loop(train(trainer, evaluate, checkpoints, tracker, config, is_evaluated, submit), stop)
         finally:
+            if audit is not None:
+                is_complete = trainer.progress is not None and trainer.progress.step == config.train.num_steps
+                audit.close(config.audit.wait_seconds if is_complete else 0.0)
             sampler.close()
             trainer.progress = trainer.reference = None  # a kept exception may hold the trainer in a closure
 

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import math
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from poly_epo_jax.step.objective import DivergenceError, check_finite
 from poly_epo_jax.step.step_metrics import logged_generations, solved_problems, step_metrics
 from poly_epo_jax.step.truncation import Truncation
 from poly_epo_jax.step.update import PolicyUpdate, TrainState
+from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.system.signals import Stopped
 from poly_epo_jax.types import Metrics, Params
 
@@ -127,6 +128,7 @@ async def train(
     tracker: Tracker | None,
     config: Config,
     is_evaluated: bool = False,
+    audit: Callable[[int, Sequence[Row]], None] | None = None,
 ) -> None:
     """Runs the remaining steps.
 
@@ -142,6 +144,8 @@ async def train(
         generations. Evaluations also take place before the first step and at the last step, and the last step always
         ends with a checkpoint, as does a step with a better evaluation than all before.
       is_evaluated: Whether the policy that training continues from has been evaluated.
+      audit: Function of a step of `audit.every` and its rows of generations.jsonl, which starts an audit and does not
+        wait for it. None on processes that do not log, or without audits.
 
     Raises:
       SystemExit: On SIGTERM, SIGHUP or Ctrl-C on any process. Pending waits are cancelled; running computations finish.
@@ -151,7 +155,7 @@ async def train(
       OSError: If a checkpoint or a row cannot be written, or if a server cannot be used.
     """
     saved = trainer.current.step
-    loop = _Loop(trainer, evaluate, checkpoints, tracker, config, logged=saved, saved=saved)
+    loop = _Loop(trainer, evaluate, checkpoints, tracker, config, audit, logged=saved, saved=saved)
     trainer.experience.num_lost = trainer.current.ahead
     if tracker is not None:
         tracker.show_stages(trainer.timeline)
@@ -205,6 +209,7 @@ class _Loop:
     checkpoints: Checkpoints
     tracker: Tracker | None
     config: Config
+    audit: Callable[[int, Sequence[Row]], None] | None
     logged: int
     saved: int
 
@@ -255,11 +260,14 @@ class _Loop:
 
     async def _log(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Writes the metrics of a trained step and, if due, its generations."""
-        due = self._is_due(self.config.log.generations_every, step)
+        config = self.config
+        due = self._is_due(config.log.generations_every, step)
         rows = logged_generations([*batch.graded, *batch.left_out], batch.usable, batch.advantages) if due else []
         await self._write(
             lambda tracker: tracker.log_generations(step, rows), lambda tracker: tracker.log(step, metrics)
         )
+        if self.audit is not None and self._is_due(config.audit.every, step):
+            self.audit(step, rows)
 
     async def _log_timing(self, step: int, batch: Batch) -> None:
         """Writes the time that the stages of a step took, and publishes everything that was logged of the step."""

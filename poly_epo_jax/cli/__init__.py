@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("poly_epo_jax.main", "train a policy"),
     "evaluate": ("poly_epo_jax.evaluate", "evaluate and compare models on benchmarks"),
     "rejudge": ("poly_epo_jax.rejudge", "compare judges on recorded responses"),
+    "audit": ("poly_epo_jax.audit", "audit the judge of a run on its logged generations"),
     "report": ("poly_epo_jax.report", "draw runs and evaluations on one page"),
     "check-run": ("poly_epo_jax.check_run", "compare a run with its recipe and with bands of seeds"),
     "study": ("poly_epo_jax.study", "compare methods over learning rates, seeds and tasks"),

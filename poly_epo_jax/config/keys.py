@@ -105,11 +105,27 @@ class TaskSection(Section, name="task"):
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgeSection(Section, name="judge"):
-    """The judge, which clusters the responses to a prompt. Keys from url onwards apply to judges that use a server."""
+class JudgeKeys(Section):
+    """Keys that select a judge and its server."""
 
     name: str = key("exact", "name of the judge (none = no clusters, for methods that do not use them)")
     options: Mapping[str, Any] = key({}, "keyword arguments of the judge, such as --config.judge.options.attempts=2")
+    url: str = key("", "address of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
+    model: str = key("", "name of the model on the judge server (empty = the first model that the server lists)")
+    api_key_env: str = key("", "environment variable with the API key of the judge server (empty = no key)")
+    max_concurrent: int = key(64, "maximum number of concurrent requests to the judge", Range(1, 65_536))
+    timeout_seconds: float = key(300.0, "timeout in seconds of one request to the judge", SECONDS)
+    wait_seconds: float = key(
+        600.0,
+        "maximum wait in seconds for a judge server that does not respond or limits the rate of requests",
+        Range(0, 10**6),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeSection(JudgeKeys, name="judge"):
+    """The judge, which clusters the responses to a prompt. Keys from url to wait_seconds apply to servers only."""
+
     max_failed_fraction: float = key(
         0.25,
         "maximum fraction of a batch's prompts on which the judge may fail before training stops, unless its failures "
@@ -123,16 +139,39 @@ class JudgeSection(Section, name="judge"):
         "code that does so)",
         one_of("drop", "drop_always", "distinct"),
     )
-    url: str = key("", "address of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
-    model: str = key("", "name of the model on the judge server (empty = the first model that the server lists)")
-    api_key_env: str = key("", "environment variable with the API key of the judge server (empty = no key)")
-    max_concurrent: int = key(64, "maximum number of concurrent requests to the judge", Range(1, 65_536))
-    timeout_seconds: float = key(300.0, "timeout in seconds of one request to the judge", SECONDS)
-    wait_seconds: float = key(
-        600.0,
-        "maximum wait in seconds for a judge server that does not respond or limits the rate of requests",
-        Range(0, 10**6),
+    verify: str = key(
+        "",
+        "judge whose partition is joined with that of judge.name in each step (second = audit.judge: two responses "
+        "share a cluster if either judge says so, directly or through others; empty = none)",
+        one_of("", "second"),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditorSection(JudgeKeys, name="audit.judge"):
+    """The auditor, a second judge that clusters the audited responses."""
+
+    name: str = key("none", "name of the auditor (none = audits without a second judge)")
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditSection(Section, name="audit"):
+    """Audits of the judge on logged steps, beside training. Keys audit.judge.* select a second judge, the auditor."""
+
+    every: int = key(
+        0, "interval between audited steps, a multiple of log.generations_every (0 = no audits)", Range(0, 10**9)
+    )
+    num_prompts: int = key(16, "number of prompts per audited step, drawn at random", Range(1, 10**6))
+    wait_seconds: float = key(
+        60.0, "maximum wait in seconds for audits in progress at the end of a run", Range(0, 10**6)
+    )
+    stop_inflation: float = key(
+        0.0,
+        "inflation above which a run is saved and stops: clusters of the judge / clusters of the auditor, the lower "
+        "end of the 95% interval of an audited step (0 = never)",
+        Range(1, 1000, special=0),
+    )
+    judge: AuditorSection = AuditorSection()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,6 +464,7 @@ class Config(Section):
     base: BaseSection = BaseSection()
     task: TaskSection = TaskSection()
     judge: JudgeSection = JudgeSection()
+    audit: AuditSection = AuditSection()
     rollouts: RolloutsSection = RolloutsSection()
     sampling: SamplingSection = SamplingSection()
     algo: AlgoSection = AlgoSection()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from poly_epo_jax.config.checks import VARIABLE
-from poly_epo_jax.config.keys import JudgeSection
+from poly_epo_jax.config.keys import JudgeKeys
 from poly_epo_jax.judges.reply import ReplyError, read_error
 from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.http_client import (
@@ -55,7 +55,7 @@ class ChatServer:
         proxy that does not use HTTP.
     """
 
-    def __init__(self, section: JudgeSection):
+    def __init__(self, section: JudgeKeys):
         self.url, self._section = section.url.rstrip("/"), section
         self._counts = {evaluates: collections.Counter[str]() for evaluates in (False, True)}
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from poly_epo_jax.config.checks import FRACTION
-from poly_epo_jax.config.keys import JudgeSection
+from poly_epo_jax.config.keys import JudgeKeys
 from poly_epo_jax.types import (
     DEGENERATE_CLUSTER,
     Clustering,
@@ -35,7 +35,7 @@ class ExactJudge:
     def __init__(
         self,
         task: Strategic | Interactive,
-        section: JudgeSection | None = None,
+        section: JudgeKeys | None = None,
         *,
         error_rate: Annotated[float, FRACTION] = 0.0,
     ):

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from poly_epo_jax.config.checks import NOT_EMPTY, one_of
-from poly_epo_jax.config.keys import JudgeSection
+from poly_epo_jax.config.keys import JudgeKeys
 from poly_epo_jax.judges.capacity import TOKENS_PER_FREE_VERDICT, TOKENS_PER_VERDICT, capacity_warnings
 from poly_epo_jax.judges.chat_server import ChatServer
 from poly_epo_jax.judges.prompt import ReplyKeys, build_messages, load_rubric, reply_schema, rubric_file
@@ -69,7 +69,7 @@ class LLMJudge:
     def __init__(
         self,
         task: Task | None,
-        section: JudgeSection,
+        section: JudgeKeys,
         *,
         temperature: Annotated[float, Range(0, 2)] = 0.7,
         send_seed: bool = True,

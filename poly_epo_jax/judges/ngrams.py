@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from poly_epo_jax.config.keys import JudgeSection
+from poly_epo_jax.config.keys import JudgeKeys
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.registry import Range
 from poly_epo_jax.types import Clustering, Group, Task
@@ -36,7 +36,7 @@ class NgramsJudge:
     def __init__(
         self,
         task: Task,
-        section: JudgeSection,
+        section: JudgeKeys,
         *,
         length: Annotated[int, Range(1, 16)] = 3,
         dimensions: Annotated[int, Range(2, 65536)] = 256,

@@ -5,6 +5,9 @@ from jaxtyping import Int
 
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
+RAND_BOUNDS = (-0.5, 1.0)
+"""Smallest and largest adjusted Rand index."""
+
 
 def adjusted_rand_index(first: Int[np.ndarray, " N"], second: Int[np.ndarray, " N"]) -> float:
     """Returns the adjusted Rand index of two clusterings (Hubert and Arabie 1985).
@@ -22,6 +25,17 @@ def adjusted_rand_index(first: Int[np.ndarray, " N"], second: Int[np.ndarray, " 
         return 1.0
     expected = in_first * in_second / _num_pairs(np.array([len(first)]))
     return float((joined - expected) / ((in_first + in_second) / 2 - expected))
+
+
+def pairwise_agreement(first: Int[np.ndarray, " N"], second: Int[np.ndarray, " N"]) -> float:
+    """Returns the fraction of pairs of responses that both clusterings join or both separate (Rand index).
+
+    Args:
+      first: Cluster ids of N >= 2 responses. Only their equality matters.
+      second: Cluster ids of the same responses.
+    """
+    joined, in_first, in_second = (_num_pairs(counts) for counts in _counts(first, second))
+    return 1 - (in_first + in_second - 2 * joined) / _num_pairs(np.array([len(first)]))
 
 
 def v_measure(first: Int[np.ndarray, " N"], second: Int[np.ndarray, " N"]) -> float:

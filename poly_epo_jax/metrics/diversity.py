@@ -1,5 +1,8 @@
 """Number of distinct clusters among the generations of a problem."""
 
+import itertools
+import math
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -71,3 +74,32 @@ def distinct_clusters(
     num_generations = clusters.shape[1]
     members = [np.unique(ids[keep], return_counts=True)[1] for ids, keep in zip(clusters, selected, strict=True)]
     return np.array([pass_at_k(num_generations, counts, k).sum() for counts in members])
+
+
+def num_clusters(ids: Int[np.ndarray, " N"]) -> int:
+    """Returns the number of distinct clusters, without `DEGENERATE_CLUSTER`."""
+    return len({*ids.tolist()} - {DEGENERATE_CLUSTER})
+
+
+MAX_SETS = 5000
+"""Number of sets from which `polychromic_value` is computed if there are more."""
+
+
+def polychromic_value(rewards: Float[np.ndarray, " N"], clusters: Int[np.ndarray, " N"], set_size: int) -> float:
+    """Returns the mean over sets of generations of mean reward times diversity (`set_rl.polychromic`).
+
+    Args:
+      rewards: Rewards of N generations.
+      clusters: Cluster ids of the generations.
+      set_size: Number n of generations per set, at most N. If there are more than `MAX_SETS` sets, random sets with a
+        fixed seed are used.
+    """
+    count, size = len(rewards), min(set_size, len(rewards))
+    if math.comb(count, size) <= MAX_SETS:
+        sets = np.array([*itertools.combinations(range(count), size)])
+    else:
+        sets = np.argsort(np.random.default_rng(0).random((MAX_SETS, count)))[:, :size]
+    ids = np.sort(clusters[sets])
+    is_new = np.diff(ids, prepend=ids.min() - 1) != 0
+    diversity = (is_new & (ids != DEGENERATE_CLUSTER)).mean(axis=1)
+    return float((rewards[sets].mean(axis=1) * diversity).mean())

@@ -1,7 +1,7 @@
 """Confidence intervals of means over the problems of a benchmark and over training seeds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,6 +144,27 @@ def difference_interval(
         raise ValueError("differences must lie between -1 and 1; use bootstrap_interval for other values.")
     step = ((sizes**2).sum(axis=0) + 2) / (sizes.sum(axis=0) + 2)
     return bootstrap_interval(np.concatenate([values, step[None], -step[None]]), level, num_resamples, seed)
+
+
+def mean_over_problems(
+    values: Sequence[Any], bounds: tuple[float, float] | None = None
+) -> dict[str, float | int | None] | None:
+    """Returns "mean", "low" and "high" (ends of the 95% interval over problems) and "num_problems".
+
+    Returns None without values. The ends are None if there is only one value.
+
+    Args:
+      values: One value per problem.
+      bounds: Smallest and largest possible value. If None, there are none.
+    """
+    if not values:
+        return None
+    table = np.array(values, float)
+    low: float | None = None
+    high: float | None = None
+    if len(table) > 1:
+        low, high = map(float, fraction_interval(table, bounds=bounds) if bounds else bootstrap_interval(table))
+    return {"mean": float(table.mean()), "low": low, "high": high, "num_problems": len(table)}
 
 
 def _checked_table(values: Float[np.ndarray, " problems *metrics"], level: float) -> Float[np.ndarray, "problems all"]:

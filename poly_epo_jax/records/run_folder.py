@@ -29,6 +29,8 @@
                          written after the row of its step.
     generations.jsonl    One row per logged generation, with the columns of `LOGGED_GENERATION` and, for episodes,
                          `EPISODE`, or `FAILURE`.
+    audit.jsonl          One row per audited prompt of a logged step, with the columns of `AUDITED`. Rows are written
+                         while later steps are trained, and by the audit command.
     tensorboard/         Metrics and timing as TensorBoard events, and traces of the steps of train.profile_steps.
     checkpoints/         Checkpoints, see model/checkpoint.py.
     checkpoints.corrupted/ Corrupted checkpoints that were skipped.
@@ -57,6 +59,7 @@ from poly_epo_jax.types import Clustering, Generation, GradedGroup
 
 CONFIG, ABOUT, DATA = "config.json", "about.json", "data.json"
 METRICS, TIMING, TIMELINE, GENERATIONS = "metrics.jsonl", "timing.jsonl", "timeline.jsonl", "generations.jsonl"
+AUDIT = "audit.jsonl"
 TENSORBOARD, CHECKPOINTS, POLICY, REPORT = "tensorboard", "checkpoints", "policy", "report"
 
 GENERATION: Columns = {
@@ -89,6 +92,18 @@ LOGGED_GENERATION: Columns = {
     "advantage": int | float | None,
 }
 """Columns of a run's generations.jsonl. Step, problem, occurrence and generation together identify a row."""
+AUDITED: Columns = {
+    "step": int,
+    "group": str,  # name of the group, see `recorded_groups.read_generations`
+    "rewards": list,
+    "clusters": list,  # clusters by the training judge, as in generations.jsonl
+    "auditor": list | None,  # clusters by the second judge; null if there is none, or if it failed
+    # By probe, the fraction of pairs with another verdict, or 1 if a copy has another cluster and 0 if not. Null if the
+    # judge failed or the probe does not apply.
+    "probes": dict,
+    "failures": dict,  # reasons of failed requests, by "auditor", "audit" (all requests) or the probe
+}
+"""Columns of a run's audit.jsonl. The group identifies a row."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -141,7 +156,8 @@ def drop_rows_after(folder: Path, step: int) -> None:
     Raises:
       ValueError: If a row is corrupted.
     """
-    for name in (METRICS, TIMING, TIMELINE, GENERATIONS):
+    audit = (AUDIT,) if (folder / AUDIT).exists() else ()
+    for name in (METRICS, TIMING, TIMELINE, GENERATIONS, *audit):
         keep_rows(folder / name, {"step": int}, lambda row: row["step"] <= step)
 
 

@@ -35,9 +35,11 @@ from poly_epo_jax.config.checks import validate
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.evaluate.folder import open_folder
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.variants import FIRST, variants
+from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.registry import Range
-from poly_epo_jax.rejudge.inputs import RecordedGroup, RecordedTask, read_inputs, with_answers
-from poly_epo_jax.rejudge.judge_groups import FIRST, REQUESTED_AGAIN, timing_summary, variants
+from poly_epo_jax.rejudge.inputs import RecordedTask, read_inputs, with_answers
+from poly_epo_jax.rejudge.judge_groups import REQUESTED_AGAIN, timing_summary
 from poly_epo_jax.rejudge.judges import describe, judge_configs, read_reference, request_clusterings
 from poly_epo_jax.rejudge.page import write_page
 from poly_epo_jax.rejudge.results import (

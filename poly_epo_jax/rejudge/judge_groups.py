@@ -11,17 +11,14 @@ clusters.csv         cluster sheet, see sheets.py
 """
 
 import asyncio
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
 
-from poly_epo_jax.rejudge.inputs import RecordedGroup
+from poly_epo_jax.judges.variants import Variant, permutation
+from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_counts
 from poly_epo_jax.system.json_files import Columns, Row, append_rows, keep_rows, read_rows, sort_rows
 from poly_epo_jax.types import Clustering, HasMetrics, Judge, JudgeFailure
@@ -41,47 +38,6 @@ CLUSTERING: Columns = {
 
 REQUESTED_AGAIN = ("unreachable", "unavailable", "limited")
 """Kinds of failures without a reply, which say nothing about the judge. A rerun of the command requests them again."""
-
-
-class Variant(NamedTuple):
-    """A variant of a request.
-
-    Attributes:
-      seed: Number of the seed.
-      order: Number of the order of the responses. 0 is the recorded order.
-    """
-
-    seed: int
-    order: int
-
-
-FIRST = Variant(0, 0)
-
-
-def variants(num_seeds: int, num_orders: int) -> list[Variant]:
-    """Returns all variants, beginning with `FIRST`.
-
-    Args:
-      num_seeds: Number of seeds, including seed 0.
-      num_orders: Number of orders, including the recorded order.
-    """
-    return [FIRST, *(Variant(seed, 0) for seed in range(1, num_seeds)), *(Variant(0, o) for o in range(1, num_orders))]
-
-
-def permutation(name: str, order: int, num_responses: int) -> Int[np.ndarray, " N"]:
-    """Returns the indices of the responses in a given order. Order 0 is the identity, and others are never.
-
-    Args:
-      name: Name of the group, from which the permutation is derived.
-      order: Number of the order.
-      num_responses: Number N of responses, at least 2.
-    """
-    identity = np.arange(num_responses)
-    if order == 0:
-        return identity
-    seed = hashlib.sha256(json.dumps([name, order]).encode()).digest()
-    permuted = np.random.default_rng(int.from_bytes(seed[:8])).permutation(num_responses)
-    return permuted if (permuted != identity).any() else identity[::-1]
 
 
 async def judge_groups(
@@ -118,7 +74,7 @@ async def judge_groups(
         nonlocal num_complete
         async with slots:
             start = time.monotonic()
-            row = await _clustering(judge, group, variant)
+            row = await request_clustering(judge, group, variant)
             timing: Row = {"problem": group.name, **variant._asdict(), "seconds": time.monotonic() - start}
             counts = checked_counts(judge, judge.metrics(), {}) if isinstance(judge, HasMetrics) else {}
             # If the process is killed between the two writes, the request is repeated, and each request has its timing.
@@ -152,8 +108,17 @@ def timing_summary(folder: Path) -> dict[str, float]:
     return {"requests": float(len(rows)), **sums, "seconds": sums["seconds"] / max(len(rows), 1)}
 
 
-async def _clustering(judge: Judge, group: RecordedGroup, variant: Variant) -> Row:
-    """Returns a row with the columns of `CLUSTERING`."""
+async def request_clustering(judge: Judge, group: RecordedGroup, variant: Variant) -> Row:
+    """Requests one clustering, and returns a row with the columns of `CLUSTERING`.
+
+    Args:
+      judge: The judge.
+      group: The group.
+      variant: Seed of the judge, and order in which it receives the responses.
+
+    Raises:
+      ValueError: If the judge returns an invalid value.
+    """
     order = permutation(group.name, variant.order, len(group.responses))
     permuted = group.group(variant.seed, order.tolist())
     outcome = checked_clustering(judge, permuted, await judge.cluster(permuted))

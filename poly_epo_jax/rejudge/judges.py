@@ -10,9 +10,10 @@ from typing import Any
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges import JUDGES, judge_identity
 from poly_epo_jax.judges.capacity import CHARS_PER_TOKEN, warn_capacity
+from poly_epo_jax.judges.variants import Variant
 from poly_epo_jax.records.progress import progress_bar
-from poly_epo_jax.rejudge.inputs import RecordedGroup
-from poly_epo_jax.rejudge.judge_groups import Variant, judge_groups
+from poly_epo_jax.records.recorded_groups import RecordedGroup
+from poly_epo_jax.rejudge.judge_groups import judge_groups
 from poly_epo_jax.rejudge.results import RECORDED, REFERENCE, Clusters
 from poly_epo_jax.rejudge.sheets import read_sheet
 from poly_epo_jax.startup.command_line import KEY, with_overrides

@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from poly_epo_jax.rejudge.inputs import RecordedGroup
+from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.rejudge.results import Clusters, mean_agreement
 from poly_epo_jax.rejudge.tables import JUDGE_COLUMNS, PAIR_COLUMNS
 from poly_epo_jax.report.build import MAX_GENERATION_BYTES

@@ -11,10 +11,12 @@ from jaxtyping import Float, Int
 from scipy.stats import rankdata
 
 from poly_epo_jax.config.keys import Config, ConfigError
-from poly_epo_jax.metrics.agreement import adjusted_rand_index, degenerate_as_singletons, v_measure
-from poly_epo_jax.metrics.intervals import bootstrap_interval, fraction_interval
-from poly_epo_jax.rejudge.inputs import RecordedGroup
-from poly_epo_jax.rejudge.judge_groups import CLUSTERING, CLUSTERINGS, FIRST, Variant
+from poly_epo_jax.judges.variants import FIRST, Variant
+from poly_epo_jax.metrics.agreement import RAND_BOUNDS, adjusted_rand_index, degenerate_as_singletons, v_measure
+from poly_epo_jax.metrics.diversity import num_clusters
+from poly_epo_jax.metrics.intervals import mean_over_problems
+from poly_epo_jax.records.recorded_groups import RecordedGroup
+from poly_epo_jax.rejudge.judge_groups import CLUSTERING, CLUSTERINGS
 from poly_epo_jax.step.advantages import ZERO, make_advantages, make_estimator
 from poly_epo_jax.system.json_files import Row, read_rows
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Problem
@@ -22,9 +24,6 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER, Problem
 RESULTS = "results.json"
 RECORDED, REFERENCE = "recorded", "reference"
 """Labels of the clusters in the input, and of the clusters in the sheet of --reference."""
-
-RAND_BOUNDS = (-0.5, 1.0)
-"""Smallest and largest adjusted Rand index."""
 
 Clusters = Mapping[str, np.ndarray]
 """Cluster ids [N] by name of the group."""
@@ -87,15 +86,15 @@ def judge_results(rows: Rows, wanted: Sequence[Variant]) -> dict[str, Any]:
 
     Returns:
       "num_problems", "failures" (numbers of failed requests of the first variant by kind), and means over problems,
-      see `_mean`: "valid" (fraction of problems with a valid clustering), "degenerate" (fraction of degenerate
-      responses), "clusters" (number of distinct clusters, without the degenerate one), "seed_agreement" (adjusted Rand
-      index with the clusterings of other seeds) and "order_sensitivity" (1 minus the adjusted Rand index with the
-      clusterings of other orders). The last two are None without other seeds or orders.
+      see `mean_over_problems`: "valid" (fraction of problems with a valid clustering), "degenerate" (fraction of
+      degenerate responses), "clusters" (number of distinct clusters, without the degenerate one), "seed_agreement"
+      (adjusted Rand index with the clusterings of other seeds) and "order_sensitivity" (1 minus the adjusted Rand index
+      with the clusterings of other orders). The last two are None without other seeds or orders.
     """
     first = rows[FIRST]
     clusters = clusters_in(first)
     degenerate = [ids == DEGENERATE_CLUSTER for ids in clusters.values()]
-    distinct = [len({*ids.tolist()} - {DEGENERATE_CLUSTER}) for ids in clusters.values()]
+    distinct = [num_clusters(ids) for ids in clusters.values()]
     failures = Counter(row["failure"] for row in first.values() if row["failure"])
     others = {variant: clusters_in(rows[variant]) for variant in wanted if variant != FIRST}
     by_seed = _agreements(clusters, [found for variant, found in others.items() if variant.seed])
@@ -103,11 +102,11 @@ def judge_results(rows: Rows, wanted: Sequence[Variant]) -> dict[str, Any]:
     return {
         "num_problems": len(first),
         "failures": dict(sorted(failures.items())),
-        "valid": _mean([name in clusters for name in first], (0.0, 1.0)),
-        "degenerate": _mean([is_degenerate.mean() for is_degenerate in degenerate], (0.0, 1.0)),
-        "clusters": _mean(distinct),
-        "seed_agreement": _mean(by_seed, RAND_BOUNDS),
-        "order_sensitivity": _mean([1 - value for value in by_order], (0.0, 1.5)),
+        "valid": mean_over_problems([name in clusters for name in first], (0.0, 1.0)),
+        "degenerate": mean_over_problems([is_degenerate.mean() for is_degenerate in degenerate], (0.0, 1.0)),
+        "clusters": mean_over_problems(distinct),
+        "seed_agreement": mean_over_problems(by_seed, RAND_BOUNDS),
+        "order_sensitivity": mean_over_problems([1 - value for value in by_order], (0.0, 1.5)),
     }
 
 
@@ -127,16 +126,16 @@ def pair_results(
         not compared.
 
     Returns:
-      "num_problems", and means over problems, see `_mean`: "adjusted_rand_index" and "v_measure", with each degenerate
-      response as its own cluster, "rank_correlation" (Spearman) of the advantages, over the problems whose advantages
-      differ between responses with both clusterings, and "sign_changes" (fraction of responses whose advantage has
-      another sign).
+      "num_problems", and means over problems, see `mean_over_problems`: "adjusted_rand_index" and "v_measure", with
+      each degenerate response as its own cluster, "rank_correlation" (Spearman) of the advantages, over the problems
+      whose advantages differ between responses with both clusterings, and "sign_changes" (fraction of responses whose
+      advantage has another sign).
     """
     pairs = [(degenerate_as_singletons(first[name]), degenerate_as_singletons(second[name])) for name in names]
     found: dict[str, Any] = {
         "num_problems": len(names),
-        "adjusted_rand_index": _mean([adjusted_rand_index(*pair) for pair in pairs], RAND_BOUNDS),
-        "v_measure": _mean([v_measure(*pair) for pair in pairs], (0.0, 1.0)),
+        "adjusted_rand_index": mean_over_problems([adjusted_rand_index(*pair) for pair in pairs], RAND_BOUNDS),
+        "v_measure": mean_over_problems([v_measure(*pair) for pair in pairs], (0.0, 1.0)),
     }
     if advantages is None:
         return found
@@ -147,8 +146,8 @@ def pair_results(
         if np.ptp(left) and np.ptp(right):
             correlations.append(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
     return found | {
-        "rank_correlation": _mean(correlations, (-1.0, 1.0)),
-        "sign_changes": _mean(changes, (0.0, 1.0)),
+        "rank_correlation": mean_over_problems(correlations, (-1.0, 1.0)),
+        "sign_changes": mean_over_problems(changes, (0.0, 1.0)),
     }
 
 
@@ -206,22 +205,3 @@ def mean_agreement(name: str, pairs: Iterable[tuple[Clusters, Clusters]]) -> flo
 
 def _rounded(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
     return np.where(np.abs(values) <= ZERO, 0, np.round(values.astype(float), 6))
-
-
-def _mean(values: Sequence[Any], bounds: tuple[float, float] | None = None) -> dict[str, float | int | None] | None:
-    """Returns "mean", "low" and "high" (ends of the 95% interval over problems) and "num_problems".
-
-    Returns None without values. The ends are None if there is only one value.
-
-    Args:
-      values: One value per problem.
-      bounds: Smallest and largest possible value. If None, there are none.
-    """
-    if not values:
-        return None
-    table = np.array(values, float)
-    low: float | None = None
-    high: float | None = None
-    if len(table) > 1:
-        low, high = map(float, fraction_interval(table, bounds=bounds) if bounds else bootstrap_interval(table))
-    return {"mean": float(table.mean()), "low": low, "high": high, "num_problems": len(table)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from poly_epo_jax.judges.exact import clusters_of
-from poly_epo_jax.rejudge.inputs import RecordedGroup
+from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.system.json_files import Row, replace_file
 from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER

@@ -5,7 +5,7 @@
 FOLDER is the folder of a run, which may be in progress, or of an evaluation. Several folders are compared on one page.
 The command writes report.html, and each figure as PNG and PDF, to FOLDER/report by default, or to report/ next to the
 first folder if there are several. Figures:
-  runs         training_dynamics, comparison, pass_at_k, timeline
+  runs         training_dynamics, comparison, pass_at_k, audit, timeline
   evaluations  evaluation_pass_at_k, majority, branches, rollout_trees
 """
 

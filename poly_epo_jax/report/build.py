@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from poly_epo_jax.metrics.logged import describe
-from poly_epo_jax.report import evaluation_figures, figures, timeline_figures
+from poly_epo_jax.report import audits, evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import POLICY, asset, document
 from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationFolders, read_folders, read_results
@@ -62,6 +62,12 @@ FIGURES = {
         "base policy, before the first step. k ends at half of the attempts: single attempts decide pass@k of all.",
     ),
     "training_dynamics": ("Training dynamics", "Lines are smoothed over steps. Faint lines show each step."),
+    "audit": (
+        "Audit of the judge",
+        "Inflation: clusters of the training judge divided by clusters of the auditor. Shaded: 95% intervals over "
+        "prompts. An inflation that rises while the clusters of the auditor do not means that the policy learns to "
+        "differ in what the judge calls different.",
+    ),
     "timeline": (
         "Timeline",
         "Saturated bars: the stage ran alone. Pale bars: it overlapped with another stage. Color and gray alternate "
@@ -104,13 +110,19 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     _create(page)
     drawn = _draw_figures(metrics, results, tree_title, trees, line_styles)
     drawn["timeline"] = timeline_figures.plot_timeline(timelines)
+    set_sizes = {label: run.config.get("algo", {}).get("set_size", 1) for label, run in runs.items()}
+    audited = {label: run for label, run in runs.items() if run.audit}
+    drawn["audit"] = audits.plot_audits({label: run.audit for label, run in audited.items()}, set_sizes)
+    details = {
+        label: audits.audit_details(label, run.folder, run.audit, set_sizes[label]) for label, run in audited.items()
+    }
 
     summaries = evaluation_summaries(results) if results else []
     summaries += [run_summary(label, rows) for label, rows in metrics.items()]
     body = [
         f"<ul class='summary'>{''.join(f'<li>{summary}</li>' for summary in summaries)}</ul>",
         results_tables(results, line_styles),
-        _figure_sections(drawn, metrics, timelines),
+        _figure_sections(drawn, metrics, timelines, "".join(details.values())),
         asset("browser.html"),
         bands_section({label: run for label, run in runs.items() if run.config}),
         settings_section(
@@ -140,7 +152,10 @@ def _create(page: Path) -> None:
 
 
 def _figure_sections(
-    drawn: Mapping[str, Figure | None], runs: figures.Runs, timelines: Mapping[str, timeline_figures.Windows]
+    drawn: Mapping[str, Figure | None],
+    runs: figures.Runs,
+    timelines: Mapping[str, timeline_figures.Windows],
+    audit_details: str,
 ) -> str:
     """Returns the sections of all figures, as HTML.
 
@@ -148,6 +163,7 @@ def _figure_sections(
       drawn: Figures by name. The value is None if there is no data for a figure.
       runs: Rows of metrics.jsonl by run, which determine the metrics that are explained.
       timelines: Windows of timeline.jsonl by run, which are summarized below the timeline.
+      audit_details: HTML below the figure of the audits.
     """
     logged = {metric for rows in runs.values() for row in rows for metric in row}
     shown = {"comparison": figures.COMPARED, "training_dynamics": figures.drawn_metrics(runs)}
@@ -160,7 +176,7 @@ def _figure_sections(
         for label, windows in timelines.items()
         if windows
     ]
-    more["timeline"] = f"<ul>{''.join(sentences)}</ul>"
+    more |= {"timeline": f"<ul>{''.join(sentences)}</ul>", "audit": audit_details}
     return "\n".join(
         f"<section><h2>{html.escape(title)}</h2><p class='muted'>{html.escape(description)}</p>"
         f"{figures.image(figure, title)}{more.get(name, '')}</section>"

@@ -9,9 +9,9 @@ from typing import Any
 
 from poly_epo_jax.config.methods import METHOD_PRESETS
 from poly_epo_jax.evaluate.folder import RESULTS, find_results
-from poly_epo_jax.records.run_folder import ABOUT, CONFIG, METRICS, TIMELINE, TIMING, read_rows
+from poly_epo_jax.records.run_folder import ABOUT, AUDIT, AUDITED, CONFIG, METRICS, TIMELINE, TIMING, read_rows
 from poly_epo_jax.records.timeline import Window
-from poly_epo_jax.system.json_files import read_object
+from poly_epo_jax.system.json_files import read_object, read_rows as read_json_rows
 from poly_epo_jax.system.output_folder import check_contents
 
 Rows = list[dict[str, Any]]
@@ -29,6 +29,7 @@ class RunRecords:
       config: Content of config.json. Empty if the file is missing.
       versions: Distinct sets of software versions that the run was trained with, see system/versions.py. Empty if
         about.json does not list them.
+      audit: Rows of audit.jsonl. Empty if the judge was not audited.
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class RunRecords:
     timeline: dict[int, Window]
     config: Mapping[str, Any]
     versions: Sequence[Mapping[str, str]]
+    audit: Rows
 
 
 EvaluationFolders = dict[str, dict[str, Path]]
@@ -90,7 +92,8 @@ def _read_run(folder: Path) -> RunRecords:
         )
     timeline = _read_timeline(folder / TIMELINE)
     config, about = (read_object(folder / name, "repair or delete it") for name in (CONFIG, ABOUT))
-    return RunRecords(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []))
+    audit = list(read_json_rows(folder / AUDIT, AUDITED))
+    return RunRecords(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []), audit)
 
 
 def _read_timeline(path: Path) -> dict[int, Window]:

@@ -28,7 +28,7 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.prompts import with_system_prompt
 from poly_epo_jax.startup.base_policy import base_shape
-from poly_epo_jax.startup.read_config import make_judge, make_task
+from poly_epo_jax.startup.read_config import make_task, training_judge
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
 from poly_epo_jax.startup.resume_code import check_resume_code
 from poly_epo_jax.startup.rules import check_rules, task_rules
@@ -84,7 +84,7 @@ def prepare(config: Config) -> Prepared:
     with_system_prompt(task.train_problems, config.task.system_prompt)  # raises an error if it cannot be used
     source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
     digests = check_same_content(Path(config.workdir), source, problem_digests(task))
-    judge = make_judge(config.judge, task)
+    judge = training_judge(config, task)
     for size in {config.train.num_generations, min_group(config)}:
         check_estimator(config.algo, size)
     model_config = _configured_shape(config, task)

@@ -12,10 +12,11 @@ from typing import Any, get_args
 from ml_collections import ConfigDict
 
 from poly_epo_jax.config.checks import VARIABLE, one_of, validate
-from poly_epo_jax.config.keys import Config, ConfigError, JudgeSection, TaskSection
+from poly_epo_jax.config.keys import Config, ConfigError, JudgeKeys, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
@@ -32,6 +33,7 @@ from poly_epo_jax.types import HasRewards, Interactive, Judge, Rewarded, Task
 KNOWN_NAMES: dict[str, Collection[str]] = {
     "task.name": TASKS,
     "judge.name": JUDGES,
+    "audit.judge.name": JUDGES,
     "rollouts.name": SAMPLERS,
     "rollouts.weight_sync": WEIGHT_SYNCS,
     "algo.advantages": ADVANTAGES,
@@ -46,7 +48,7 @@ KNOWN_NAMES: dict[str, Collection[str]] = {
 
 # Patterns of passwords and queries in addresses by key. In values of other keys, such as templates, a ? is accepted.
 _SECRETS = {
-    **dict.fromkeys(("judge.url", "rollouts.urls"), "[@?#]"),
+    **dict.fromkeys(("judge.url", "audit.judge.url", "rollouts.urls"), "[@?#]"),
     **dict.fromkeys(("--models", "--judge"), r"://\S*@|://[^\s,]*[?#]"),  # addresses with labels
 }
 
@@ -58,6 +60,7 @@ PATHS = (
     "rollouts.weights_dir",
     "task.options.",
     "judge.options.",
+    "audit.judge.options.",
 )
 """Keys, and prefixes of keys, whose values may be paths."""
 
@@ -114,11 +117,11 @@ def make_task(section: TaskSection) -> Task:
     return task
 
 
-def make_judge(section: JudgeSection, task: Task) -> Judge:
+def make_judge(section: JudgeKeys, task: Task) -> Judge:
     """Builds the judge that is selected by `judge.name`, with `judge.options`.
 
     Args:
-      section: The `judge` section of the configuration.
+      section: The section `judge` or `audit.judge` of the configuration.
       task: The task whose responses the judge clusters.
 
     Raises:
@@ -130,17 +133,30 @@ def make_judge(section: JudgeSection, task: Task) -> Judge:
         required = (get_args(entry.task) or (entry.task,))[0]
         missing = ", ".join(sorted(set(dir(required)) - set(dir(Task))))
         raise ConfigError(
-            f"judge.name={section.name!r} requires {missing} of {type(task).__name__}; choose {compatible}."
+            f"{section.dotted('name')}={section.name!r} requires {missing} of {type(task).__name__}; choose "
+            f"{compatible}."
         )
     return entry.open(task, section, **section.options)
+
+
+def training_judge(config: Config, task: Task) -> Judge:
+    """Builds the judge of training: that of `judge`, joined with that of `audit.judge` if `judge.verify` is set.
+
+    Raises:
+      ConfigError: If the task does not implement the protocol that a judge requires.
+    """
+    judge = make_judge(config.judge, task)
+    return JoinedJudge(judge, make_judge(config.audit.judge, task)) if config.judge.verify else judge
 
 
 def registry_entries(config: Config) -> dict[str, Entry]:
     """Returns the registry entries that a configuration selects, by the dotted key of their options."""
     task, judge, rollouts, algo = config.task, config.judge, config.rollouts, config.algo
+    auditor = config.audit.judge
     return {
         "task.options": Entry(task.name, TASKS[task.name]),
         "judge.options": Entry(judge.name, JUDGES[judge.name].open, num_given=2),
+        "audit.judge.options": Entry(auditor.name, JUDGES[auditor.name].open, num_given=2),
         "rollouts.options": Entry(rollouts.name, SAMPLERS[rollouts.name].open, num_given=4),
         "algo.options": Entry(algo.advantages, ADVANTAGES[algo.advantages], num_given=1),
         "algo.loss_options": Entry(algo.loss, LOSSES[algo.loss], num_given=1, given=CLIP_RANGE),
@@ -188,7 +204,7 @@ def _expand_home(value: Any, key: str = "") -> Any:
     return os.path.expanduser(value) if is_path else value
 
 
-def check_judge_limit(judge: JudgeSection, key: str, num_generations: int) -> None:
+def check_judge_limit(judge: JudgeKeys, key: str, num_generations: int) -> None:
     """Checks that the judge supports the number of generations per prompt.
 
     Args:
@@ -202,5 +218,6 @@ def check_judge_limit(judge: JudgeSection, key: str, num_generations: int) -> No
     max_generations = JUDGES[judge.name].max_generations
     if max_generations is not None and num_generations > max_generations:
         raise ConfigError(
-            f"{key}={num_generations} must be at most {max_generations}, the limit of judge.name={judge.name!r}."
+            f"{key}={num_generations} must be at most {max_generations}, the limit of "
+            f"{judge.dotted('name')}={judge.name!r}."
         )

@@ -39,6 +39,10 @@ MUTABLE_KEYS = (
     "base.cache_dir",
     "model.path",
     "rollouts.",
+    "audit.every",
+    "audit.num_prompts",
+    "audit.wait_seconds",
+    "audit.stop_inflation",
     "judge.url",
     "judge.api_key_env",
     "judge.options.attempts",
@@ -69,7 +73,8 @@ def check_resume_config(workdir: Path, config: Config) -> None:
     check_version(workdir, saved)
     new = json.loads(json.dumps(config.to_dict()))
     immutable = _immutable_keys(config)
-    changed = [key for key in changed_keys(saved, new) if key in immutable or not key.startswith(MUTABLE_KEYS)]
+    mutable = MUTABLE_KEYS if config.judge.verify else (*MUTABLE_KEYS, "audit.judge.")
+    changed = [key for key in changed_keys(saved, new) if key in immutable or not key.startswith(mutable)]
     if changed:
         reasons = [f"{key} ({immutable[key]})" if key in immutable else key for key in changed]
         raise ConfigError(

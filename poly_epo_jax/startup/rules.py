@@ -30,7 +30,7 @@ def check_rules(rules: Rules) -> None:
 
 def command_rules(config: Config) -> Rules:
     """Yields the rules for all commands."""
-    base, judge = config.base, config.judge
+    base, audit = config.base, config.audit
     yield (
         base.num_heads % base.num_kv_heads,
         f"base.num_kv_heads={base.num_kv_heads} must divide base.num_heads={base.num_heads}.",
@@ -39,9 +39,25 @@ def command_rules(config: Config) -> Rules:
         base.head_dim % 2,
         f"base.head_dim={base.head_dim} must be even, because rotary embeddings rotate pairs of values.",
     )
+    for judge in (config.judge, audit.judge):
+        yield (
+            JUDGES[judge.name].needs_url and not judge.url,
+            f"{judge.dotted('url')}='' must be the address of the judge server.",
+        )
     yield (
-        JUDGES[judge.name].needs_url and not judge.url,
-        "judge.url='' must be the address of the judge server.",
+        audit.every % config.log.generations_every,
+        f"audit.every={audit.every} must be a multiple of log.generations_every={config.log.generations_every}, "
+        "because audits read generations.jsonl; change one of them.",
+    )
+    needs_auditor = "judge.verify='second'" if config.judge.verify else f"audit.stop_inflation={audit.stop_inflation:g}"
+    yield (
+        (config.judge.verify or audit.stop_inflation) and not JUDGES[audit.judge.name].clusters,
+        f"{needs_auditor} requires a second judge that clusters; set audit.judge.name.",
+    )
+    yield (
+        audit.every and not JUDGES[config.judge.name].clusters,
+        f"audit.every={audit.every} requires clusters, which judge.name={config.judge.name!r} does not provide; set "
+        "audit.every=0.",
     )
 
 

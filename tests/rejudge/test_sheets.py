@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from poly_epo_jax.rejudge.inputs import RecordedGroup
+from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.rejudge.sheets import read_sheet, write_sheet
 from poly_epo_jax.types import Problem
 

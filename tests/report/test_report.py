@@ -486,3 +486,24 @@ def test_smooth_is_a_normalized_gaussian_mean(length: int):
         expected.append(sum(w * values[i] for w, i in zip(weights, near, strict=True)) / sum(weights))
     np.testing.assert_allclose(figures.smooth(values), expected, rtol=1e-12, atol=0)
     np.testing.assert_allclose(figures.smooth(np.full(length, 0.3)), 0.3, rtol=1e-12, atol=0)
+
+
+def test_audits_show_inflation_failures_and_the_prompts_with_most_disagreement(tmp_path: Path):
+    run = write_fake_run(tmp_path / "run", seed=0, num_steps=40)
+    probes = dict.fromkeys(("repetition", "order", "paraphrase", "announcement", "padding"), 0.0)
+    rewards = {"rewards": [0.0, 1.0] * 4}
+    rows = [
+        {"step": step, "group": f"step {step}, problem-{problem}", "probes": probes, "failures": {}, **rewards}
+        | {"clusters": [0, 1, 1, 2, 3, 3, 3, 100], "auditor": [0, 1, 1, 0, 3, 3, 3, 100] if problem else [0] * 8}
+        for step in (20, 40)
+        for problem in (0, 2, 3)
+    ]
+    failed = {"auditor": None, "failures": {"auditor": f"unreachable: {HOSTILE}"}}
+    rows.append(rows[0] | {"group": "step 20, problem-5"} | failed)
+    (run / "audit.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = report.write_report([run], tmp_path / "report").read_text()
+    assert "Audit of the judge" in page and "1 requests of audits failed" in page and "<script>alert" not in page
+    # Clusters: 4 of the judge, and 1, 3 and 3 of the auditor.
+    assert f"<th>inflation</th><td>{12 / 7:.3f}" in page
+    assert page.index("Disagreement: step 20, problem-0") < page.index("Disagreement: step 20, problem-2")
+    assert (tmp_path / "report" / "audit.png").exists()

@@ -112,6 +112,8 @@ RULES = (
     Rule("poly-epo check-run", elsewhere="tests/check_run/; the runs here are shortened"),
     Rule("poly-epo explain", says="+0.098"),
     Rule("poly-epo recipes", says="polynomial"),
+    Rule("poly-epo audit", elsewhere="tests/audit/test_audit.py, without language models"),
+    Rule("poly-epo train --config=polaris --config.audit", elsewhere="tests/audit/test_audit.py, without servers"),
     Rule("poly-epo rejudge runs/planted", elsewhere="tests/examples/test_embedding_judge.py, with a tiny encoder"),
     Rule("poly-epo rejudge responses.jsonl", elsewhere="tests/rejudge/test_command.py, without language models"),
     Rule("poly-epo rejudge runs/polynomial-poly_epo", says="report: runs/rejudge/report.html"),

@@ -38,6 +38,7 @@ LAYERS = (
     "check_run",
     "report",
     "rejudge",
+    "audit",
     "export",
     "bench",
     "doctor",

@@ -1,7 +1,7 @@
 """Trains the tiny policy in this process, with components that a test supplies."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import pack
 from poly_epo_jax.step.truncation import Truncation
 from poly_epo_jax.step.update import PolicyUpdate
+from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.train import Trainer, TrainProgress, train
 from poly_epo_jax.types import Judge, Metrics, Params, Problem, Sampling, Task
 
@@ -63,6 +64,7 @@ def train_tiny(
     update: PolicyUpdate | None = None,
     advantages: AdvantageFunction | None = None,
     changes: Mapping[str, Any] | None = None,
+    audit: Callable[[int, Sequence[Row]], None] | None = None,
 ) -> tuple[Params, Params]:
     """Trains the tiny policy, for two steps by default. Continues from the last checkpoint in the run folder, if any.
 
@@ -77,6 +79,7 @@ def train_tiny(
       update: The update, so that several runs can share its compiled programs. If None, `tiny_update` of `loss`.
       advantages: The estimator. If None, the configured estimator.
       changes: Changes of the configuration.
+      audit: Starts the audit of a step, see `train`.
 
     Returns:
       The initial weights, and the weights in the checkpoint of the last step.
@@ -109,7 +112,7 @@ def train_tiny(
 
     with Tracker(run_dir, "{}", num_steps, progress.step or -1) as tracker:
         was_evaluated = is_evaluated(run_dir, progress.step)
-        asyncio.run(train(trainer, evaluate, checkpoints, tracker, config, was_evaluated))
+        asyncio.run(train(trainer, evaluate, checkpoints, tracker, config, was_evaluated, audit))
     return first, saved(run_dir, num_steps)
 
 

@@ -1,0 +1,99 @@
+"""Copies of a response with the same strategy and answer, to test whether a judge assigns them to the same cluster."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from poly_epo_jax.types import Generation, HasAnswers, Problem, Strategic, Task
+
+SYNONYMS = {
+    "we get": "this gives",
+    "we obtain": "this yields",
+    "we know that": "it is known that",
+    "let us": "we now",
+    "let's": "we now",
+    "therefore": "hence",
+    "thus": "hence",
+    "hence": "therefore",
+    "as a result": "consequently",
+    "which means": "which implies",
+    "finally": "lastly",
+    "because": "since",
+    "calculate": "compute",
+    "the answer is": "the result is",
+    "notice that": "observe that",
+    "note that": "observe that",
+    "in order to": "to",
+}
+"""Phrases of mathematical prose and their replacements. None contains a number, a symbol or the name of a method."""
+_PHRASE = re.compile(rf"\b({'|'.join(SYNONYMS)})\b", re.IGNORECASE)
+
+
+def replace_synonyms(text: str) -> str:
+    """Replaces the phrases of `SYNONYMS`. An initial capital letter is kept."""
+
+    def replacement(match: re.Match[str]) -> str:
+        found = SYNONYMS[match[0].lower()]
+        return found.capitalize() if match[0][0].isupper() else found
+
+    return _PHRASE.sub(replacement, text)
+
+
+def space_operators(text: str) -> str:
+    """Writes one space around +, * and = between letters, digits and parentheses. Other operators are not changed."""
+    return re.sub(r"(?<=[\w)]) ?([+*=]) ?(?=[\w(])", r" \1 ", text)
+
+
+def add_opening(text: str) -> str:
+    """Begins the text with a sentence that does not name a method."""
+    return f"Here is a solution to the problem.\n\n{text}"
+
+
+def announce(text: str) -> str:
+    """Begins the text with the announcement of another method than the one that follows."""
+    return f"The usual method is not used here. This solution follows an entirely different approach.\n\n{text}"
+
+
+def pad(text: str) -> str:
+    """Continues the text after its answer with a sentence, and repeats its last line."""
+    last = text.rstrip().rpartition("\n")[2]
+    return f"{text.rstrip()}\n\nA look back confirms every step above, and nothing else is required.\n\n{last}"
+
+
+PROBES: Mapping[str, tuple[Callable[[str], str], ...]] = {
+    "paraphrase": (replace_synonyms, space_operators, add_opening),
+    "announcement": (announce,),
+    "padding": (pad,),
+}
+"""Rules that create the copy of a response, by the name of the probe. Rules are applied one after another."""
+
+
+def copy_of(text: str, rules: tuple[Callable[[str], str], ...], problem: Problem, task: Task) -> str | None:
+    """Creates a copy of a response by rules.
+
+    Args:
+      text: The response.
+      rules: Functions of a text, such as those of a probe.
+      problem: Problem of the response.
+      task: Task of the response. Rules that would change the strategy or the answer that it determines are left out.
+
+    Returns:
+      The copy, or None if no rule changes the text.
+    """
+    copy, meaning = text, _meaning(text, problem, task)
+    for rule in rules:
+        changed = rule(copy)
+        copy = changed if _meaning(changed, problem, task) == meaning else copy
+    return copy if copy != text else None
+
+
+def _meaning(text: str, problem: Problem, task: Task) -> tuple[Any, Any]:
+    """Returns the strategy and the answer of a response. They are None if the task does not determine them."""
+    arrays = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool)
+    generation = Generation(*arrays, (text,), "stop", np.zeros(1, int))
+    return (
+        task.strategy(problem, generation) if isinstance(task, Strategic) else None,
+        task.answer(problem, generation) if isinstance(task, HasAnswers) else None,
+    )
