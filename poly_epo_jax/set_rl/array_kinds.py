@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from poly_epo_jax.set_rl.groups import FEATURES, Tensor, as_numpy
+from poly_epo_jax.set_rl.groups import FEATURES, as_numpy, is_tensor
 
 P = ParamSpec("P")
 
@@ -62,14 +62,14 @@ def in_kind_of(first: Any, compute: Callable[[], Any]) -> Any:
     """
     if isinstance(first, Array):
         return compute()
-    if isinstance(first, Tensor) and not jax.config.jax_platforms:
+    if is_tensor(first) and not jax.config.read("jax_platforms"):
         jax.config.update("jax_platforms", "cpu")
     with jax.default_device(_cpu()):
         return jax.tree.map(functools.partial(_convert, first), compute())
 
 
 @functools.cache
-def _cpu() -> jax.Device | None:
+def _cpu() -> Any:
     """Returns the CPU, or None if `JAX_PLATFORMS` excludes it: results are then computed on the default device."""
     try:
         return jax.local_devices(backend="cpu")[0]
@@ -80,7 +80,7 @@ def _cpu() -> jax.Device | None:
 def _convert(first: Any, values: Array) -> Any:
     if isinstance(values, Tracer):  # the function was called under jit with constants
         return values
-    if isinstance(first, Tensor):
-        like: Any = first.double() if values.dtype == np.float64 else first.float()
+    if is_tensor(first):
+        like = first.double() if values.dtype == np.float64 else first.float()
         return like.new_tensor(np.asarray(values))
     return np.array(values)

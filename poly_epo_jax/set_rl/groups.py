@@ -28,6 +28,12 @@ Scalars = Shaped[Array | np.ndarray, "P N"] | Sequence[Sequence[float]] | Tensor
 Embeddings = Shaped[Array | np.ndarray, "P N D"] | Sequence[Sequence[Sequence[float]]] | Tensor
 """Embeddings with D dimensions of the N generations of P prompts, before `as_features` converts and checks them."""
 
+
+def is_tensor(values: Any) -> bool:
+    """Returns True for a torch tensor."""
+    return isinstance(values, Tensor)
+
+
 _INTEGERS = ("clusters", "sets", "sequence_ids")
 _NUMBERS = ("rewards", "mean_logprob", "embeddings", "logprobs", "old_logprobs", "advantages", "weights", "log_ratio")
 FEATURES = ("rewards", "clusters", "mean_logprob", "embeddings")
@@ -101,7 +107,7 @@ def as_numpy(name: str, values: Any, counts: Any = True) -> np.ndarray:
         integers are required, exceed the range of the type, or are NaN or infinite.
     """
     try:
-        if isinstance(values, Tensor):
+        if is_tensor(values):
             # NumPy does not support bfloat16. Tensors that require a gradient raise RuntimeError.
             is_short = values.is_floating_point() and values.element_size() < 4
             given = (values.float() if is_short else values).cpu().numpy()

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import halting
 import numpy as np
+import pandas
 import pytest
 from fakes import LETTERS, TINY, ByLetter, LetterJudge, RandomLetters, Scripted, tiny_params, unchecked, until
 from fork_server import ForkServer
@@ -239,6 +241,18 @@ def write(folder: Path, rows: Sequence[tuple[str, str, int | None]]) -> Path:
             row |= {"reward": None, "correct": None, "failure": "raised", "reason": "."} if letter == "!" else {}
             file.write(json.dumps(row) + "\n")
     return folder
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pandas_recomputes_pass_at_k(tmp_path: Path, k: int):
+    letters = {"easy": "aaab", "hard": "bcda", "failed": "a!bc"}
+    rows = [(problem, letter, None) for problem, text in letters.items() for letter in text]
+    found = compute_results(write(tmp_path, rows))
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "evaluate.md").read_text()
+    (block,) = re.findall(r"```python\n(rows = .*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"pandas": pandas, "math": math, "k": k}
+    exec(re.sub(r'"runs/.*?"', repr(str(tmp_path / GENERATIONS)), block), names)
+    assert names["pass_at_k"] == pytest.approx(found["metrics"][f"pass@{k}"]["mean"], abs=1e-12)
 
 
 def test_results_by_hand(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,22 @@ def test_all_files_have_the_same_address_of_the_repository():
     assert {name for name, link in found if link == address} >= {"pyproject.toml", "CITATION.cff", "README.md"}
     assert {name for name, link in found if link != address} == set()
     assert read("CITATION.cff")["repository-code"] == address
+
+
+def test_one_command_replaces_the_owner_everywhere(tmp_path: Path):
+    names = ("pyproject.toml", "CITATION.cff", "README.md", "launch/address.sh", "launch/help.sh")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    subprocess.run(["bash", "launch/address.sh", "octo-cat"], cwd=tmp_path, check=True)
+    texts = {name: (tmp_path / name).read_text() for name in names}
+    (address,) = {link for text in texts.values() for link in ADDRESS.findall(text)}
+    assert address.split("/")[3] == "octo-cat"
+    assert texts["launch/address.sh"] == (ROOT / "launch/address.sh").read_text()
+    ended = subprocess.run(["bash", "launch/address.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and "GitHub account" in ended.stderr
 
 
 def test_the_citation_names_software_and_paper():
