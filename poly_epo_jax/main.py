@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ from poly_epo_jax.system.signals import StopSignal, run_in_loop
 from poly_epo_jax.system.versions import versions, versions_used
 from poly_epo_jax.tasks.problems import reasons_text, source_weights, usable_problems
 from poly_epo_jax.train import Trainer, TrainProgress, train
-from poly_epo_jax.types import Problem, Sampling, Task
+from poly_epo_jax.types import Metrics, Problem, Sampling, Task
 
 
 def run(config: Config) -> None:
@@ -150,11 +150,7 @@ def _run(config: Config, prepared: Prepared) -> None:
         positions={problem.id: position for position, problem in enumerate(train_problems)},
         pushed_dtype=pushed_dtype(config, policy.config),
     )
-    problems = held_out_problems[: config.eval.num_problems]
-    sampling = Sampling(**config.sampling | {"correlated": False}, seed=config.seed)  # pass@k assumes independence
-    evaluate = partial(
-        evaluate_held_out, rollouts, task, prepared.judge, problems, config.eval.num_generations, sampling, stop
-    )
+    evaluate = _evaluation(config, prepared, rollouts, held_out_problems, stop)
     step = progress.step
     with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
         is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
@@ -176,6 +172,23 @@ def _open_rollouts(config: Config, policy: Policy, task: Task, mesh: Mesh) -> Ro
     sampler = open_sampler(policy.model, mesh, policy.stop_ids, config, **config.rollouts.options)
     limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
     return Rollouts(sampler, policy.tokenizer, task, *limits, *config.rollouts.user_code_limits)
+
+
+def _evaluation(
+    config: Config, prepared: Prepared, rollouts: Rollouts, problems: Sequence[Problem], stop: StopSignal
+) -> Callable[[], Awaitable[Metrics]]:
+    """Returns a function that evaluates the policy on the first held-out problems."""
+    sampling = Sampling(**config.sampling | {"correlated": False}, seed=config.seed)  # pass@k assumes independence
+    return partial(
+        evaluate_held_out,
+        rollouts,
+        prepared.task,
+        prepared.judge,
+        problems[: config.eval.num_problems],
+        config.eval.num_generations,
+        sampling,
+        stop,
+    )
 
 
 def _same_content(config: Config, policy: Policy, digests: dict[str, str]) -> dict[str, str]:
