@@ -62,7 +62,7 @@ def in_kind_of(first: Any, compute: Callable[[], Any]) -> Any:
     """
     if isinstance(first, Array):
         return compute()
-    if is_tensor(first) and not jax.config.read("jax_platforms"):
+    if is_tensor(first) and not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
     with jax.default_device(_cpu()):
         return jax.tree.map(functools.partial(_convert, first), compute())

@@ -66,11 +66,12 @@ def check_token_estimator(estimate: Any) -> None:
 def test_skyrl(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torch")
     registered: dict[str, Any] = {}
-    if not installed("skyrl"):
+    is_installed = installed("skyrl")
+    if not is_installed:
         decorator = {"register_advantage_estimator": lambda name: lambda f: registered.setdefault(name, f)}
         modules(monkeypatch, skyrl__backends__skyrl_train__utils__ppo_utils=decorator)
     names_of("skyrl_set_rl.py")
-    if installed("skyrl"):
+    if is_installed:
         from skyrl.backends.skyrl_train.utils.ppo_utils import (  # pyright: ignore[reportMissingImports]
             AdvantageEstimatorRegistry,
         )

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -181,12 +182,15 @@ def test_torch_tensors(function):
 @pytest.mark.slow
 def test_torch_tensors_start_jax_on_the_cpu_only():
     """JAX must not allocate memory of a GPU, whose platform would be started with the others."""
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     program = (
         "import torch, jax.extend.backend; from poly_epo_jax import set_rl; set_rl.grpo_advantages(torch.ones(2, 3)); "
         "print(jax.config.jax_platforms, set(jax.extend.backend.backends()))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [os.environ.get("PYTHONPATH", ""), str(Path(torch.__file__).parents[1])]
+    )
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert ended.stdout == "cpu {'cpu'}\n"
 

@@ -25,7 +25,8 @@ def reserve_port(*offsets: int) -> int:
         try:
             sockets.append(_bound(0))
             port = sockets[0].getsockname()[1]
-            sockets += [_bound(port + offset) for offset in offsets]
+            for offset in offsets:
+                sockets.append(_bound(port + offset))  # one by one, so that an error closes all of them
         except (OSError, OverflowError) as error:  # OverflowError: there is no port with this number
             for one in sockets:
                 one.close()
