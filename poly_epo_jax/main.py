@@ -178,7 +178,7 @@ def _evaluation(
     config: Config, prepared: Prepared, rollouts: Rollouts, problems: Sequence[Problem], stop: StopSignal
 ) -> Callable[[], Awaitable[Metrics]]:
     """Returns a function that evaluates the policy on the first held-out problems."""
-    sampling = Sampling(**config.sampling | {"correlated": False}, seed=config.seed)  # pass@k assumes independence
+    sampling = Sampling(**{**config.sampling, "correlated": False}, seed=config.seed)  # pass@k assumes independence
     return partial(
         evaluate_held_out,
         rollouts,

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -45,10 +46,10 @@ def plot_audits(audits: Mapping[str, Sequence[Row]], set_sizes: Mapping[str, int
                     points = {step: of_step[name] for step, of_step in found.items() if of_step[name]}
                     shown = f"{label}, {'judge' if not look else 'auditor'}" if names[1] else label
                     means = [value["mean"] for value in points.values()]
-                    axes.plot([*points], means, **MARKED | style | look | {"label": shown})
+                    axes.plot([*points], means, **dict[str, Any](MARKED | style | look | {"label": shown}))
                     ends = {step: value for step, value in points.items() if value["low"] is not None}
-                    bounds = ([value[end] for value in ends.values()] for end in ("low", "high"))
-                    axes.fill_between([*ends], *bounds, color=style["color"], alpha=0.15, linewidth=0)
+                    low, high = ([value[end] for value in ends.values()] for end in ("low", "high"))
+                    axes.fill_between([*ends], low, high, color=style["color"], alpha=0.15, linewidth=0)
         for axes, name in zip(drawn, PANELS, strict=True):
             axes.set_title(AUDIT_METRICS[name][0].capitalize())
         drawn[0].axhline(1, color="#888888", linewidth=0.8)

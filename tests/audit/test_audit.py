@@ -26,7 +26,7 @@ from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import Clustering, Group, JudgeFailure
 
-TASK = TASKS["polynomial_prose"](num_train=8, num_held_out=1)
+TASK: Any = TASKS["polynomial_prose"](num_train=8, num_held_out=1)
 WORDINGS = ("We get ({},{}).", "Let us take ({},{}).", "Note that ({},{}) is a point.")
 
 
@@ -202,7 +202,7 @@ def test_an_exception_of_a_judge_is_a_failure(tmp_path: Path):
 
 def test_the_sample_is_the_same_in_each_command(tmp_path: Path):
     run = write_run(tmp_path / "run")
-    config = config_of("Perfect", **{"audit.num_prompts": 3})
+    config = config_of("Perfect", **dict[str, Any]({"audit.num_prompts": 3}))
     audited(run, config)
     first = [row["group"] for row in read_rows(run / AUDIT, AUDITED)]
     assert len(first) == 9 and not [*missing_audits(run, Auditor(config, TASK), 2, 5)]
@@ -295,9 +295,9 @@ class Single(Perfect):
 def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     JUDGES["Single"] = JudgeEntry(Single, "a test")
     try:
-        train_audited(tmp_path / "low", "Single", **{"audit.stop_inflation": 5.0})
+        train_audited(tmp_path / "low", "Single", **dict[str, Any]({"audit.stop_inflation": 5.0}))
         with pytest.raises(Stopped):
-            train_audited(tmp_path / "high", "Single", **{"audit.stop_inflation": 1.01})
+            train_audited(tmp_path / "high", "Single", **dict[str, Any]({"audit.stop_inflation": 1.01}))
     finally:
         del JUDGES["Single"]
     assert "in step 2, above audit.stop_inflation=1.01" in capsys.readouterr().err

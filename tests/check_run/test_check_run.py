@@ -181,8 +181,8 @@ def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_section_of_a_report(run: Path):
     bands, config = find_bands(recipe("polynomial")), recipe("polynomial")
     config["optimizer"]["learning_rate"] = 0.001
-    own = RunRecords(run, read_rows(run), [], {}, config, [])
-    other = RunRecords(run, read_rows(run), [], {}, recipe("polynomial:grpo"), [])
+    own = RunRecords(run, read_rows(run), [], {}, config, [], [])
+    other = RunRecords(run, read_rows(run), [], {}, recipe("polynomial:grpo"), [], [])
     page = bands_section({"<mine>": own, "grpo": other})
     assert bands and summary(bands, bands.compare(own.metrics)) in page and "no bands yet" in page
     assert "&lt;mine&gt;" in page and "differ from the recipe: optimizer.learning_rate." in page

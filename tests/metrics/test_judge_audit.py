@@ -1,6 +1,6 @@
 """Tests of the results of audits: planted truth, the objective of set_rl, and the coverage of the intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
 RUNS, PROMPTS, RESPONSES = 1000, 16, 8
 
 
-def row(clusters: Sequence[int], auditor: Sequence[int] | None, probes: dict[str, Any]) -> dict[str, Any]:
+def row(clusters: Sequence[int], auditor: Sequence[int] | None, probes: Mapping[Any, Any]) -> dict[str, Any]:
     return {"rewards": [1.0, 0.0] * (len(clusters) // 2), "clusters": clusters, "auditor": auditor, "probes": probes}
 
 
