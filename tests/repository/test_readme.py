@@ -91,7 +91,7 @@ def test_the_example_for_other_trainers_prints_its_comment():
 def test_the_counts_in_the_readme():
     estimators, objectives, losses = len(ADVANTAGES), len(set_rl.OBJECTIVES), len(set_rl.LOSSES)
     assert f"{estimators} advantage estimators, {objectives} set objectives, {losses} losses" in README
-    assert f"mathematics from any dataset, {len(TASKS) - 3} small domains, the datasets of [reasoning-gym]" in README
+    assert f"mathematics from any dataset, {len(TASKS) - 4} small domains, the datasets of [reasoning-gym]" in README
     assert f"meshes for {len(MESHES)} machines" in README
     methods = (ROOT / "docs" / "reference" / "methods.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", methods, re.MULTILINE)) >= {*ADVANTAGES, *set_rl.LOSSES}
