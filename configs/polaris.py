@@ -15,7 +15,9 @@ from ml_collections import ConfigDict
 from poly_epo_jax.config import default
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.config.methods import METHOD_PRESETS
-from poly_epo_jax.parallel.devices import Machine
+
+SEQUENCES_PER_CHIP = {"v4": 6, "v5e": 2, "v5p": 32, "v6e": 6}
+"""Sequences that each chip of a TPU decodes at the same time. The cache of a sequence takes 1.3 GB while it grows."""
 
 AUTHORS = {
     "algo.length_normalization": "max",
@@ -86,10 +88,8 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     config.judge.url = "http://127.0.0.1:30010"  # Qwen/Qwen3-4B-Instruct-2507
     config.audit.every = 20
 
-    if (kind := config.mesh.device_kind) and Machine(kind, {}).platform == "tpu":
-        # The embedded sampler of each host. A sequence takes 1.3 GB of a chip while its cache grows.
-        devices = MESHES[mesh]["num_devices"] // MESHES[mesh]["processes"]
-        config.rollouts.max_concurrent = devices * {"v5p": 32, "v5e": 2}.get(kind, 6)
+    if sequences := SEQUENCES_PER_CHIP.get(config.mesh.device_kind):  # the embedded sampler of each host generates
+        config.rollouts.max_concurrent = sequences * MESHES[mesh]["num_devices"] // MESHES[mesh]["processes"]
     else:
         config.rollouts.name = "sglang"
         config.rollouts.urls = "http://127.0.0.1:30000,http://127.0.0.1:30001,http://127.0.0.1:30002"

@@ -34,7 +34,7 @@ TEXTS: Mapping[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 }
 """By environment, a function that converts observations to text, and one that converts the policy's text to actions.
 
-The latter raises ValueError for a text that is not an action.
+The second function raises ValueError for a text that is not an action.
 """
 
 

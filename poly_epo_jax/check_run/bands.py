@@ -38,7 +38,16 @@ METRICS = {
 Near 0 and 1, values of few seeds can be nearly equal by chance. A larger deviation makes a band wider.
 """
 
-IGNORED_KEYS = ("seed", "train.rows_per_device", "train.profile_steps", "mesh.", "hosts.", "checkpoint.", "log.")
+IGNORED_KEYS = (
+    "seed",
+    "train.rows_per_device",
+    "train.profile_steps",
+    "mesh.",
+    "hosts.",
+    "checkpoint.",
+    "log.",
+    "audit.",
+)
 """Keys, and prefixes of keys, that may differ from the recipe, in addition to the folders that `flat` omits."""
 
 
@@ -62,7 +71,7 @@ class Comparison:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the value is in the band. A missing value is not."""
+        """True if the value is in the band. False if it is missing."""
         return self.value is not None and self.low <= self.value <= self.high
 
     def cells(self) -> list[str]:

@@ -142,7 +142,7 @@ class JudgeSection(JudgeKeys, name="judge"):
     verify: str = key(
         "",
         "judge whose partition is joined with that of judge.name in each step (second = audit.judge: two responses "
-        "share a cluster if either judge says so, directly or through others; empty = none)",
+        "share a cluster if either judge assigns them to one, directly or through others; empty = none)",
         one_of("", "second"),
     )
 

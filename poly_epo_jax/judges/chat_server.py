@@ -29,10 +29,10 @@ from poly_epo_jax.system.http_client import (
 
 VERSION = re.compile(r"/v[0-9]\w*/")
 REMEDIES = {
-    "max_tokens": "set judge.options.max_tokens_key=max_completion_tokens",
-    "seed": "set judge.options.send_seed=False",
-    "temperature": "set judge.options.temperature to the value that the model supports",
-    "response_format": "set judge.options.response_format=json_object or none",
+    "max_tokens": "max_tokens_key=max_completion_tokens",
+    "seed": "send_seed=False",
+    "temperature": "temperature to the value that the model supports",
+    "response_format": "response_format=json_object or none",
 }
 """Remedies for parameters of a request that a server reports as not supported."""
 RATE_LIMITED = re.compile("rate_?limit|resource_?exhausted", re.IGNORECASE)
@@ -59,7 +59,7 @@ class ChatServer:
         self.url, self._section = section.url.rstrip("/"), section
         self._counts = {evaluates: collections.Counter[str]() for evaluates in (False, True)}
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
-        self._key = _read_key(section.api_key_env)
+        self._key = _read_key(section.api_key_env, section.dotted("api_key_env"))
         self._proxy = proxy_of(self.url) if self._key else ""
         if self._key and not re.match(r"https:|http://(localhost|127\.[0-9.]+|\[::1\])(:|/|$)", self.url):
             print(f"Warning: The API key is sent to {self.url} without encryption; use https://.", file=sys.stderr)
@@ -106,7 +106,7 @@ class ChatServer:
                 response = await client.request(method, f"{self._api}{path}", json=payload, headers=self._headers())
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 proxy = ", or the proxy in HTTPS_PROXY" if self._proxy else ""
-                reason = f"{describe_error(error)}; start the server, or correct judge.url{proxy}"
+                reason = f"{describe_error(error)}; start the server, or correct {self._section.dotted('url')}{proxy}"
                 failure, delay, now = ReplyError("unreachable", reason), 0.0, time.monotonic()
                 since = self._unreachable_since = self._unreachable_since or now
             except httpx.HTTPError as error:
@@ -157,7 +157,7 @@ class ChatServer:
 
     def _failure(self, response: httpx.Response) -> ReplyError | None:
         """Returns the failure that a response reports by its status, or by an error object with status 200."""
-        error, status = read_error(response.content), response.status_code
+        error, status, dotted = read_error(response.content), response.status_code, self._section.dotted
         if response.is_success and not error:
             return None
         # The key is removed before the text is shortened, because shortening could leave a part of the key.
@@ -166,10 +166,10 @@ class ChatServer:
             status = _status_of(error)
         code, parameter = str(error.get("code")), str(error.get("param"))
         if status in (401, 403):
-            variable = f"the environment variable {self._section.api_key_env}" if self._key else "judge.api_key_env"
+            variable = f"the environment variable {self._section.api_key_env}" if self._key else dotted("api_key_env")
             return ReplyError("refused", f"HTTP status {status}; check {variable}")
         if code.startswith("unsupported") and parameter in REMEDIES:
-            return ReplyError("refused", f"{reason}; {REMEDIES[parameter]}")
+            return ReplyError("refused", f"{reason}; set {dotted('options')}.{REMEDIES[parameter]}")
         is_temporary = status in (408, 409, 429) or status >= 500
         if not is_temporary or code == "insufficient_quota":
             return ReplyError("refused", reason)
@@ -177,7 +177,8 @@ class ChatServer:
         if status != 429 and not delay:
             return ReplyError("unavailable", reason)
         requested = f" above the {delay:g} s that the server requests" if delay else ""
-        return ReplyError("limited", f"{reason}; lower judge.max_concurrent, or raise judge.wait_seconds{requested}")
+        remedy = f"lower {dotted('max_concurrent')}, or raise {dotted('wait_seconds')}{requested}"
+        return ReplyError("limited", f"{reason}; {remedy}")
 
 
 def _status_of(error: dict[str, Any]) -> int:
@@ -188,14 +189,14 @@ def _status_of(error: dict[str, Any]) -> int:
     return 429 if RATE_LIMITED.search(names) else 500
 
 
-def _read_key(variable: str) -> str:
+def _read_key(variable: str, name: str) -> str:
     if not variable:
         return ""
     key = os.environ.get(variable, "").strip()
     # If the key is invalid in a header, the error message of httpx would contain the key.
     if not key or not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"The environment variable {variable if VARIABLE.fullmatch(variable) else '...'} (judge.api_key_env) does "
-            "not contain a valid API key; set it, or leave judge.api_key_env empty for a server without keys."
+            f"The environment variable {variable if VARIABLE.fullmatch(variable) else '...'} ({name}) does not "
+            f"contain a valid API key; set it, or leave {name} empty for a server without keys."
         )
     return key

@@ -26,7 +26,7 @@ class JoinedJudge:
 
     Args:
       first: The training judge.
-      second: The second judge, which is asked at the same time.
+      second: The second judge. Both requests are made at the same time.
     """
 
     def __init__(self, first: Judge, second: Judge):
@@ -50,7 +50,7 @@ class JoinedJudge:
         await asyncio.gather(*(judge.wait_until_ready() for judge in self._judges if isinstance(judge, ServerBacked)))
 
     async def identity(self) -> dict[str, str]:
-        """Returns the identities of both judges, those of the second with keys of `audit`."""
+        """Returns the identities of both judges. Keys of the second judge begin with `audit`."""
         first, second = [await judge.identity() if isinstance(judge, Identified) else {} for judge in self._judges]
         return first | {f"audit.{key}": value for key, value in second.items()}
 

@@ -27,7 +27,7 @@ AUDIT_METRICS = {
     "auditor_clusters": ("clusters of the auditor", "Clusters per prompt, without the degenerate one."),
     "objective": ("objective", "Mean over sets of mean reward times diversity, by the judge."),
     "auditor_objective": ("objective by the auditor", "The objective with the clusters of the auditor."),
-    "repetition": ("repetition", "Fraction of pairs of responses whose verdict changes if the judge is asked again."),
+    "repetition": ("repetition", "Fraction of pairs of responses whose verdict changes in a repeated request."),
     "order": ("order", "Fraction of pairs whose verdict changes if the judge reads the responses in another order."),
     "paraphrase": ("paraphrase", "Fraction of copies in other words that are assigned to another cluster."),
     "announcement": ("announcement", "Fraction of copies that announce another method, assigned to another cluster."),

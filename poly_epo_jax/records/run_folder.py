@@ -220,7 +220,8 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def _read_existing(file: Path) -> dict[str, Any]:
-    file.stat()  # raises FileNotFoundError, which `read_object` does not
+    if not file.exists():
+        raise FileNotFoundError(f"{file.parent} has no {file.name}; specify the folder of a run.")
     return read_object(file, "restore it from a backup")
 
 

@@ -175,7 +175,7 @@ def test_a_run_in_progress(run: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path)]) == 2
-    assert "config.json" in capsys.readouterr().err
+    assert f"{tmp_path} has no config.json" in capsys.readouterr().err
 
 
 def test_the_section_of_a_report(run: Path):

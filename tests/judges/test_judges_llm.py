@@ -21,7 +21,7 @@ from test_judge_prompt import FAKE, MANIPULATIONS
 from test_judge_reply import MALFORMED, completion
 from transformers import AutoTokenizer
 
-from poly_epo_jax.config.keys import JudgeSection
+from poly_epo_jax.config.keys import AuditorSection, JudgeSection
 from poly_epo_jax.judges import NoJudge, chat_server, judge_identity, llm
 from poly_epo_jax.judges.capacity import capacity_warnings, warn_capacity
 from poly_epo_jax.judges.llm import LLMJudge
@@ -298,6 +298,13 @@ def test_the_judge_waits_for_a_starting_server(serve):
     assert isinstance(cluster(judge), Clustering)
     assert server.backoffs == [1, 2]
     assert judge.metrics()["judge/retries"] == 0.0
+
+
+def test_errors_of_an_auditor_name_its_keys():
+    auditor = LLMJudge(
+        PolynomialTask(), AuditorSection(**dict[str, Any](SECTION | {"url": "http://127.0.0.1:1"})), **OPTIONS
+    )
+    assert "correct audit.judge.url" in failure(auditor).reason
 
 
 def test_a_port_without_a_server_is_unreachable():

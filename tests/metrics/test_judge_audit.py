@@ -62,7 +62,7 @@ def covered(found: dict[str, Any] | None, truth: float) -> bool:
 
 @pytest.mark.slow
 def test_intervals_cover_the_values_of_a_judge_of_known_error():
-    """The judge moves each response to a cluster of its own with probability 0.2, each time that it is asked."""
+    """In each request, the judge moves each response to its own cluster with probability 0.2."""
     error, num_strategies = 0.2, 3
     rng = np.random.default_rng(0)
 

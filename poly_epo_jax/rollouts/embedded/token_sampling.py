@@ -10,7 +10,8 @@ The generations of a group can use the points of a lattice on [0, 1) with a rand
 independent numbers, as in arithmetic decoding. A token corresponds to the part of the interval that holds its
 cumulative probabilities. After each token, this part is rescaled to [0, 1), and with it the point and the spacing of
 the lattice. As soon as the spacing is at least 1, no other generation of the group has the same tokens, so independent
-numbers are used from there on. Float32 suffices until then, because N generations use at most log2(N) of its 24 bits.
+numbers are used for the remaining tokens. Float32 suffices until then, because N generations use at most log2(N) of its
+24 bits.
 """
 
 from functools import partial
