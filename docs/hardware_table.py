@@ -69,7 +69,7 @@ def _meshes() -> Iterable[str]:
     yield from ("### Machines", "")
     yield (
         "The paper's run on the meshes of `config/machines.py`: Qwen3-4B and, with the same settings, Qwen3-32B. "
-        "Servers generate on GPUs, and the trainer on TPUs."
+        "Servers generate on GPUs, and the trainer on TPUs. Machines on which neither model fits are left out."
     )
     yield ""
     sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (BYTES[1], "rows")]
@@ -83,7 +83,8 @@ def _meshes() -> Iterable[str]:
         limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
         planned = [cell for model in MODELS for cell in _planned(config, model, machine, limit)[1:]]
         count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, shown_axes(axes).values()))
-        yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
+        if set(map(str, planned[1::2])) != {"0"}:
+            yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
     yield ""
 
 
