@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,20 @@ def compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAX_MEMORY_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def abandoned_threads() -> Iterator[None]:
+    """Waits until the threads that a test has abandoned have ended, because the count is one of the process."""
+    from fakes import PATIENCE
+
+    from poly_epo_jax.system.daemon_thread import num_abandoned_threads
+
+    yield
+    end = time.monotonic() + PATIENCE
+    while num_abandoned_threads() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not num_abandoned_threads(), "the test leaves a thread whose call does not return"
 
 
 @pytest.fixture(scope="session")

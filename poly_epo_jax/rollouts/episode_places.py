@@ -99,7 +99,7 @@ class EpisodeLoop:
                 if call.seconds is None and self._seconds(call) >= seconds:
                     if is_blocking:
                         self.is_alive = False
-                        abandon(self._thread)
+                        abandon(self._thread, self._loop)
                     return CallResult("late", "", seconds)
             return CallResult(INTERRUPTED, "was interrupted")
         finally:

@@ -40,9 +40,16 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
         raise
 
 
-def abandon(thread: threading.Thread) -> None:
-    """Marks a thread as one that its caller no longer waits for."""
-    thread.name = _ABANDONED
+def abandon(thread: threading.Thread, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """Marks a thread as one that its caller no longer waits for.
+
+    Args:
+      thread: The thread.
+      loop: Event loop that the thread runs, and that a call blocks. When the call returns, the mark is removed.
+    """
+    name, thread.name = thread.name, _ABANDONED
+    if loop is not None:
+        loop.call_soon_threadsafe(setattr, thread, "name", name)
 
 
 async def in_background_loop(work: Awaitable[T]) -> T:
