@@ -92,7 +92,7 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     """Returns the configuration of the biased arm."""
     config = default.get_config(config_string)
     config.task.name = "framed_polynomial"
-    config.sampling.max_tokens = 24
+    config.sampling.max_tokens = 16  # two letters more than in polynomial
     config.judge.name = "frame"
     config.audit.judge.name = "frame"
     config.audit.judge.options = {"letter": "last"}
