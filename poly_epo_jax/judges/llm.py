@@ -86,11 +86,11 @@ class LLMJudge:
     ):
         if rationale_key == cluster_key:
             raise ValueError(
-                f"judge.options.rationale_key={rationale_key!r} must differ from judge.options.cluster_key; change one "
-                "of them."
+                f"{section.dotted('options')}.rationale_key={rationale_key!r} must differ from its cluster_key; change "
+                "one of them."
             )
         self._keys = ReplyKeys(rationale_key, cluster_key)
-        self._rubric = load_rubric(prompt_file, self._keys)
+        self._rubric = load_rubric(prompt_file, self._keys, section.NAME)
         (self._rubric_digest,) = file_digests([rubric_file(prompt_file)])
         self._single_message, self._response_format = single_message, response_format
         self._limits = {"temperature": temperature, max_tokens_key: max_tokens}
@@ -99,6 +99,7 @@ class LLMJudge:
         self._max_tokens, self._context_tokens = max_tokens, context_tokens
         self._max_response_chars = max_response_chars
         self.model, self._listed_model, self._server = section.model, "", ChatServer(section)
+        self._section = section.NAME
 
     async def __call__(self, question: str, responses: Sequence[str]) -> Clustering | JudgeFailure:
         """Clusters the responses to a question of another program, see `cluster`."""
@@ -119,7 +120,7 @@ class LLMJudge:
                     body = {"model": await self._model_name(client), **request, **seed}
                     reply = await self._server.send(client, "POST", "/chat/completions", body)
                     self._server.counts.update(read_usage(reply))
-                    return read_clustering(reply, len(group.generations), self._keys)
+                    return read_clustering(reply, len(group.generations), self._keys, self._section)
                 except ReplyError as error:
                     if attempt == self._attempts or not self._is_retried(error):
                         return JudgeFailure(error.kind, self._sentence(error))
@@ -146,7 +147,9 @@ class LLMJudge:
             async with self._server.open_client() as client:
                 model = await self._model_name(client)
         except ReplyError as error:
-            text = f"Failed to get the model name of the judge at {self._server.url}: {error}. Set judge.model."
+            text = (
+                f"Failed to get the model name of the judge at {self._server.url}: {error}. Set {self._section}.model."
+            )
             raise ServerError(self._server.without_key(text)) from None
         return {"judge.model": model, "judge.options.prompt_file": self._rubric_digest}
 
@@ -159,7 +162,9 @@ class LLMJudge:
                     context = read_context(await self._server.send(client, "GET", "/models"), self.model)
         has_schema = self._response_format == "json_schema"
         per_verdict = TOKENS_PER_VERDICT if has_schema else TOKENS_PER_FREE_VERDICT
-        return capacity_warnings(load, self._rubric, self._max_response_chars, self._max_tokens, context, per_verdict)
+        return capacity_warnings(
+            load, self._rubric, self._max_response_chars, self._max_tokens, context, per_verdict, self._section
+        )
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of retried requests, shortened responses and tokens since the last call."""
@@ -182,7 +187,7 @@ class LLMJudge:
 
     async def _model_name(self, client: httpx.AsyncClient) -> str:
         if not (self.model or self._listed_model):
-            self._listed_model = read_model_name(await self._server.send(client, "GET", "/models"))
+            self._listed_model = read_model_name(await self._server.send(client, "GET", "/models"), self._section)
         return self.model or self._listed_model
 
     def _is_retried(self, error: ReplyError) -> bool:
@@ -191,7 +196,7 @@ class LLMJudge:
                 self._has_warned = True
                 print(
                     f"Warning: {self._sentence(error)} Invalid replies are not requested again, because "
-                    "judge.options.temperature=0 and send_seed=False would give the same reply.",
+                    f"{self._section}.options.temperature=0 and send_seed=False would give the same reply.",
                     file=sys.stderr,
                 )
             return False
