@@ -64,7 +64,8 @@ def capacity_warnings(
         )
         found.append(
             f"The judge's reply for {responses} responses takes about {reply} tokens, which exceeds "
-            f"{section}.options.max_tokens={max_tokens}; raise it{schema}, or lower the number of generations per prompt."
+            f"{section}.options.max_tokens={max_tokens}; raise it{schema}, or lower the number of generations per "
+            "prompt."
         )
     labels = TOKENS_PER_LABEL * (2 * load.num_turns - 1) if load.num_turns > 1 else 0
     longest = min(load.response_tokens + labels, math.ceil(max_response_chars / CHARS_PER_TOKEN))

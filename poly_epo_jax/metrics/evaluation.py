@@ -16,7 +16,7 @@ from jaxtyping import Float, Shaped
 from poly_epo_jax.metrics.diversity import correct_clusters, incorrect_clusters
 from poly_epo_jax.metrics.intervals import ROUNDING
 from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, majority_at_k
-from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
+from poly_epo_jax.metrics.pass_at_k import best_of_k, is_covered, pass_at_k
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.system.user_code import user_line
 
@@ -126,6 +126,16 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             is_fraction=True,
             tables=(),
         ),
+        **{
+            f"cover@{tau}": EvaluationMetric(
+                functools.partial(is_covered, tau),
+                f"cover@{tau}",
+                f"Fraction of problems with a fraction of correct generations of at least {tau}: a plug-in estimate.",
+                is_fraction=True,
+                tables=("evaluate",),
+            )
+            for tau in (0.2, 0.5, 0.8)
+        },
         "answer_entropy": EvaluationMetric(
             answer_entropy,
             "answer entropy",

@@ -190,7 +190,8 @@ def refuse_passwords(value: Any, key: str = "") -> None:
         if variable and not VARIABLE.fullmatch(variable[1]) and variable[1] not in os.environ:
             raise ConfigError(
                 f"{key if key.endswith('.api_key_env') else 'judge.api_key_env'} must be the name of an environment "
-                "variable, such as GEMINI_API_KEY; store the API key in the variable, because this value is printed and stored."
+                "variable, such as GEMINI_API_KEY; store the API key in the variable, because this value is printed "
+                "and stored."
             )
 
 

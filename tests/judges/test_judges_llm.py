@@ -318,7 +318,7 @@ def test_messages_of_an_auditor_name_its_keys(serve, tmp_path, capsys):
     for option in ("temperature=0", "max_tokens=1024; raise", "max_response_chars."):
         assert f"audit.judge.options.{option}" in warnings
     serve(b"{}")
-    with pytest.raises(servers.ServerError, match="set audit.judge.model.* Set audit.judge.model"):
+    with pytest.raises(servers.ServerError, match=r"set audit.judge.model.* Set audit.judge.model"):
         asyncio.run(auditor(model="").identity())
 
 
