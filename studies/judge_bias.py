@@ -4,8 +4,8 @@ python -m poly_epo_jax.study studies/judge_bias.py
 python docs/images/draw_judge_bias.py   # draws the figure and prints the endpoints
 
 Polynomials, with a letter before and a letter after the point: `c(x=1,y=11)a`. The letters change neither strategy nor
-reward. The biased judge also separates responses by the first letter, and the second judge by the last one, so that
-their faults are independent. All arms are audited by the second judge.
+reward. The biased judge also separates responses by the first letter, and the second judge, which audits the arms and
+verifies one of them, by the last letter.
 
 Primary endpoints, fixed before the runs:
 
@@ -13,6 +13,9 @@ Primary endpoints, fixed before the runs:
 2. The inflation of the biased arm exceeds 1.5 (lower end of the 95% interval of an audited step, as in
    `audit.stop_inflation`) before its distinct correct answers of 8 on training prompts are below 80% of those of its
    first audited step, in at least 4 of 5 seeds.
+
+The arm `verified_errors`, whose second judge makes random errors, and the exact auditor were added after the first seed
+had shown that the policy learns both letters together.
 """
 
 import re
@@ -94,19 +97,20 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     config.task.name = "framed_polynomial"
     config.sampling.max_tokens = 16  # two letters more than in polynomial
     config.judge.name = "frame"
-    config.audit.judge.name = "frame"
-    config.audit.judge.options = {"letter": "last"}
     return config
 
 
 def get_study() -> Study:
     biased = PAPER_METHODS["poly_epo"]
+    last_letter = {"audit.judge.name": "frame", "audit.judge.options": {"letter": "last"}}
+    errors = {"audit.judge.name": "exact", "audit.judge.options": {"error_rate": 0.1}}
     return Study(
         tasks={"polynomial": StudyTask(__file__)},
         methods={
-            "unbiased": biased | {"judge.name": "exact"},
-            "biased": biased,
-            "verified": biased | {"judge.verify": "second"},
+            "unbiased": biased | last_letter | {"judge.name": "exact"},
+            "biased": biased | last_letter,
+            "verified": biased | last_letter | {"judge.verify": "second"},
+            "verified_errors": biased | errors | {"judge.verify": "second"},
         },
         learning_rates=(1e-3,),
         seeds=(0, 1, 2, 3, 4),
