@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import httpx
 import numpy as np
 
 from poly_epo_jax.config.checks import NOT_EMPTY, one_of
@@ -16,7 +15,7 @@ from poly_epo_jax.config.keys import JudgeKeys
 from poly_epo_jax.judges.capacity import TOKENS_PER_FREE_VERDICT, TOKENS_PER_VERDICT, capacity_warnings
 from poly_epo_jax.judges.chat_server import ChatServer
 from poly_epo_jax.judges.prompt import ReplyKeys, build_messages, load_rubric, reply_schema, rubric_file
-from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name, read_usage
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_usage
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.digests import file_digests
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds
@@ -98,8 +97,7 @@ class LLMJudge:
         self._is_deterministic, self._has_warned = not (temperature or send_seed), False
         self._max_tokens, self._context_tokens = max_tokens, context_tokens
         self._max_response_chars = max_response_chars
-        self.model, self._listed_model, self._server = section.model, "", ChatServer(section)
-        self._section = section.NAME
+        self.model, self._section, self._server = section.model, section.NAME, ChatServer(section)
 
     async def __call__(self, question: str, responses: Sequence[str]) -> Clustering | JudgeFailure:
         """Clusters the responses to a question of another program, see `cluster`."""
@@ -117,7 +115,7 @@ class LLMJudge:
             while True:
                 seed = {"seed": _seed(group, attempt)} if self._send_seed else {}
                 try:
-                    body = {"model": await self._model_name(client), **request, **seed}
+                    body = {"model": await self._server.model_name(client), **request, **seed}
                     reply = await self._server.send(client, "POST", "/chat/completions", body)
                     self._server.counts.update(read_usage(reply))
                     return read_clustering(reply, len(group.generations), self._keys, self._section)
@@ -135,7 +133,7 @@ class LLMJudge:
         Raises:
           ServerError: If the server does not respond within `judge.wait_seconds`, or if it rejects the API key.
         """
-        await self._server.wait_until_ready(needs_models=not self.model)
+        await self._server.wait_until_ready()
 
     async def identity(self) -> dict[str, str]:
         """Returns the name of the model, which the server lists if `judge.model` is empty, and the rubric's digest.
@@ -145,7 +143,7 @@ class LLMJudge:
         """
         try:
             async with self._server.open_client() as client:
-                model = await self._model_name(client)
+                model = await self._server.model_name(client)
         except ReplyError as error:
             text = (
                 f"Failed to get the model name of the judge at {self._server.url}: {error}. Set {self._section}.model."
@@ -184,11 +182,6 @@ class LLMJudge:
             schema = {"name": "clusters", "schema": reply_schema(len(responses), self._keys), "strict": True}
             return request | {"response_format": {"type": "json_schema", "json_schema": schema}}
         return request if self._response_format == "none" else request | {"response_format": {"type": "json_object"}}
-
-    async def _model_name(self, client: httpx.AsyncClient) -> str:
-        if not (self.model or self._listed_model):
-            self._listed_model = read_model_name(await self._server.send(client, "GET", "/models"), self._section)
-        return self.model or self._listed_model
 
     def _is_retried(self, error: ReplyError) -> bool:
         if error.kind in INVALID and self._is_deterministic:

@@ -52,8 +52,7 @@ def read_clustering(
       ReplyError: If the body is not a chat completion, the reply is incomplete, or its content does not match
         `reply_schema`.
     """
-    name, content = _content(_parse(body.decode(errors="replace"), "the completion"), section)
-    content = THINK_BLOCKS.sub("", content).strip()
+    name, content = read_content(body, f"raise {section}.options.max_tokens")
     fenced = CODE_FENCE.fullmatch(content)
     verdicts = _parse(fenced[2] if fenced else content, name)
     names = [str(number) for number in range(1, num_responses + 1)]
@@ -130,9 +129,17 @@ def read_error(body: bytes) -> dict[str, Any]:
     return {}
 
 
-def _content(completion: Any, section: str) -> tuple[str, str]:
-    """Returns the text of a completion, after its name for error messages."""
-    match completion:
+def read_content(body: bytes, remedy: str) -> tuple[str, str]:
+    """Returns the text of a chat completion without think blocks, after its name for error messages.
+
+    Args:
+      body: Body of the HTTP response.
+      remedy: Remedy if the text reached its token limit, for the error message.
+
+    Raises:
+      ReplyError: If the body is not a chat completion, or the text is incomplete or empty.
+    """
+    match completion := _parse(body.decode(errors="replace"), "the completion"):
         case {"choices": [{"finish_reason": str(finish_reason), "message": {**message}}, *_]}:
             pass
         case _:
@@ -143,7 +150,7 @@ def _content(completion: Any, section: str) -> tuple[str, str]:
     texts = [(name, text) for name, text in fields.items() if isinstance(text, str) and text.strip()]
     if finish_reason == "length":
         place = "" if texts and texts[0][0] == "content" else " before its content began"
-        raise ReplyError("truncated", f"the reply reached its token limit{place}; raise {section}.options.max_tokens")
+        raise ReplyError("truncated", f"the reply reached its token limit{place}; {remedy}")
     if finish_reason == "content_filter":
         raise ReplyError("truncated", "the server's content filter stopped the reply")
     if finish_reason != "stop":
@@ -155,7 +162,7 @@ def _content(completion: Any, section: str) -> tuple[str, str]:
             raise ReplyError("malformed", "the content of the reply is a list of parts, but must be a string")
     if not texts:
         raise ReplyError("malformed", "the reply is empty")
-    name, text = texts[0]
+    name, text = texts[0][0], THINK_BLOCKS.sub("", texts[0][1]).strip()
     return "the reply" if name == "content" else f"the content of the reply is empty, and its {name}", text
 
 

@@ -48,7 +48,7 @@ KNOWN_NAMES: dict[str, Collection[str]] = {
 
 # Patterns of passwords and queries in addresses by key. In values of other keys, such as templates, a ? is accepted.
 _SECRETS = {
-    **dict.fromkeys(("judge.url", "audit.judge.url", "rollouts.urls"), "[@?#]"),
+    **dict.fromkeys(("judge.url", "audit.judge.url", "audit.paraphrase.url", "rollouts.urls"), "[@?#]"),
     **dict.fromkeys(("--models", "--judge"), r"://\S*@|://[^\s,]*[?#]"),  # addresses with labels
 }
 
