@@ -105,7 +105,7 @@ def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np
 
 
 @functools.lru_cache(maxsize=32)
-def majority_of_bytes(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def majority(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns `majority_at_k` of arrays given as bytes. The cache avoids a second computation for the vote share."""
     shape = num_problems, -1
     return majority_at_k(np.frombuffer(answers, int).reshape(shape), np.frombuffer(correct, bool).reshape(shape), k)
