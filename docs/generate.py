@@ -239,7 +239,7 @@ def evaluation_row(stem: str, metric: EvaluationMetric) -> tuple[str, ...]:
     """Returns the table row of an evaluation metric."""
     name = f"{stem}@k" if "k" in metric.parameters else stem
     during = "yes" if metric.parameters <= {"k", "rewards", "correct", "clusters"} else "no"
-    return code(name), metric.meaning.format(k="k"), ", ".join(metric.tables) or "none", during
+    return code(name), metric.meaning.format(k="k"), during
 
 
 def metrics() -> str:
@@ -268,7 +268,7 @@ def metrics() -> str:
         "with `eval/`: `eval/pass@8`. k is a power of two, except for `pass@k` in evaluations, which is computed at "
         "every k. Clusters are the strategies that the judge finds.",
         table(
-            ("name", "meaning", "shown in the tables of", "during training"),
+            ("name", "meaning", "during training"),
             [evaluation_row(stem, metric) for stem, metric in EVALUATION_METRICS.items()],
         ),
         "A configuration file can register further metrics of both kinds: [Extend](../how_to/extend.md).",
