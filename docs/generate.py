@@ -90,8 +90,8 @@ def commands() -> str:
     parts = [
         "# Commands",
         NOTE,
-        "Read this page to look up the flags of a command, as `--help` prints them. `poly-epo train` is short for "
-        "`python -m poly_epo_jax.main`. `poly-epo --version` prints the version.",
+        "Read this page to look up the flags of a command, as `--help` prints them. `poly-epo train --help` is short "
+        "for `python -m poly_epo_jax.main --help`. `poly-epo --version` prints the version.",
         f"{', '.join(configured[:-1])} and {configured[-1]} also accept `--config FILE` (a configuration file or "
         "recipe, or FILE:METHOD,MACHINE), `--print_config`, which prints the configuration with one key per line, and "
         "each [configuration key](configuration.md) as `--config.KEY=VALUE`. Their `--help` lists the keys with the "
