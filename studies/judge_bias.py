@@ -14,8 +14,7 @@ Primary endpoints, fixed before the runs:
    `audit.stop_inflation`) before its distinct correct answers of 8 on training prompts are below 80% of those of its
    first audited step, in at least 4 of 5 seeds.
 
-The arm `verified_errors`, whose second judge makes random errors, and the exact auditor were added after the first seed
-had shown that the policy learns both letters together.
+The figure adds an exact auditor, after the first seed had shown that the policy learns both letters together.
 """
 
 import re
@@ -103,14 +102,12 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
 def get_study() -> Study:
     biased = PAPER_METHODS["poly_epo"]
     last_letter = {"audit.judge.name": "frame", "audit.judge.options": {"letter": "last"}}
-    errors = {"audit.judge.name": "exact", "audit.judge.options": {"error_rate": 0.1}}
     return Study(
         tasks={"polynomial": StudyTask(__file__)},
         methods={
             "unbiased": biased | last_letter | {"judge.name": "exact"},
             "biased": biased | last_letter,
             "verified": biased | last_letter | {"judge.verify": "second"},
-            "verified_errors": biased | errors | {"judge.verify": "second"},
         },
         learning_rates=(1e-3,),
         seeds=(0, 1, 2, 3, 4),

@@ -25,8 +25,7 @@ SEEDS = range(5)
 ARMS = {
     "unbiased": ("unbiased judge", "#0072B2"),
     "biased": ("biased judge", "#D55E00"),
-    "verified": ("verified, last letter", "#CC79A7"),
-    "verified_errors": ("verified, random errors", "#009E73"),
+    "verified": ("verified", "#CC79A7"),
 }
 LIMIT, REMAINING = 1.5, 0.8
 
@@ -111,8 +110,8 @@ if __name__ == "__main__":
         inflation.axhline(LIMIT, color="gray", linewidth=1)
         diversity.set(title="Distinct correct answers of 8", ylim=(0, 8))
         letters.set(title="Rare letters of the biased arm", ylim=(-0.03, 1.03))
-        inflation.set(title="Inflation of the biased judge", ylim=(0.8, 2.4))
+        inflation.set(title="Inflation of the biased judge", ylim=(0.8, 3.2))
         for axes in (diversity, letters, inflation):
             axes.set_xlabel("training step")
-            axes.legend(frameon=False)
+            axes.legend(frameon=False, fontsize=8, loc="upper left" if axes is inflation else "lower right")
         figure.savefig(Path(__file__).with_name("judge_bias.png"), facecolor="white")

@@ -208,6 +208,7 @@ RULES = (
     Rule("python -m poly_epo_jax.study studies/countdown", elsewhere="60, 40 and 60 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
     Rule("python -m poly_epo_jax.study studies/guess_number.py", elsewhere="6 runs; see the other studies"),
+    Rule("python -m poly_epo_jax.study studies/judge_bias.py", elsewhere="15 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/judge_errors.py", elsewhere="35 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/baselines.py", elsewhere="70 runs; see the other studies"),
     Rule(
@@ -217,6 +218,7 @@ RULES = (
     Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
     Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
     Rule("python docs/images/draw_countdown.py", elsewhere="reads the 60 runs of the study of Countdown"),
+    Rule("python docs/images/draw_judge_bias.py", elsewhere="reads the 15 runs of the study of a biased judge"),
     Rule("python docs/images/draw_judge_errors.py", elsewhere="reads the 35 runs of the study of judge errors"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
     Rule("python examples/minimal.py", "--num_steps=1", says="step 1: reward"),
