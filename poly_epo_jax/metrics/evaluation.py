@@ -123,7 +123,7 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             f"cover@{tau}": EvaluationMetric(
                 functools.partial(is_covered, tau),
                 f"cover@{tau}",
-                f"Fraction of problems with a fraction of correct generations of at least {tau}: a plug-in estimate.",
+                f"Problems with at least {tau:.0%} correct generations (plug-in estimate).",
                 is_fraction=True,
                 tables=("evaluate",),
             )
