@@ -21,7 +21,7 @@ from poly_epo_jax.study.__main__ import main
 from poly_epo_jax.study.spec import read_study
 from poly_epo_jax.tasks import TASKS as TASK_REGISTRY
 from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.types import Group
+from poly_epo_jax.types import Clustering, Group
 
 TASKS = {"polynomial": StudyTask("configs/polynomial.py")}
 
@@ -147,7 +147,8 @@ def test_the_judges_of_the_study_of_a_bias_separate_equal_answers_by_a_letter(re
     assert [task.answer(problem, one) for one in responses.generations] == [*["(x=0,y=0)"] * 4, "(x=1,y=0)", None]
     first, last = (study["FrameJudge"](task, None, letter=letter) for letter in ("first", "last"))
     for judge, ids in ((first, [0, 1, 1, 2, 3]), (last, [0, 0, 1, 2, 3]), (JoinedJudge(first, last), [0, 0, 0, 1, 2])):
-        assert asyncio.run(judge.cluster(responses)).ids.tolist() == [*ids, 100]
+        found = asyncio.run(judge.cluster(responses))
+        assert isinstance(found, Clustering) and found.ids.tolist() == [*ids, 100]
     rng = np.random.default_rng(0)
     shown = [response(task.demonstration(problem, rng, DemonstrationStyle())) for _ in range(200)]
     assert all(task.reward(problem, one) == 1 for one in shown)
