@@ -218,7 +218,6 @@ RULES = (
     Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
     Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
     Rule("python docs/images/draw_countdown.py", elsewhere="reads the 60 runs of the study of Countdown"),
-    Rule("python docs/images/draw_judge_bias.py", elsewhere="reads the 15 runs of the study of a biased judge"),
     Rule("python docs/images/draw_judge_errors.py", elsewhere="reads the 35 runs of the study of judge errors"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
     Rule("python examples/minimal.py", "--num_steps=1", says="step 1: reward"),
