@@ -3,6 +3,7 @@
 Each evaluator must count as many correct greedy responses of an exported policy as `poly_epo_jax.evaluate`.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -28,6 +29,11 @@ TRAINED = {key: value for key, value in SETTINGS.items() if key != "task.options
 }
 EVALUATOR = {"HF_HUB_OFFLINE": "1", "LOCAL_API_KEY": "none"}
 Policy = tuple[Path, float]
+
+
+def requires(package: str) -> pytest.MarkDecorator:
+    """Skips a test before `policy` is trained."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
 def run(*command: str | Path, variables: Mapping[str, str]) -> None:
@@ -66,8 +72,8 @@ def test_the_limit_of_tokens_is_that_of_the_configuration():
 
 
 @pytest.mark.slow
+@requires("lm_eval")
 def test_lm_evaluation_harness(policy: Policy, tmp_path: Path):
-    pytest.importorskip("lm_eval")
     # The command of the documentation removes this line as well.
     folder = shutil.copytree(policy[0], tmp_path / "policy")
     file = folder / "tokenizer_config.json"
@@ -82,13 +88,13 @@ def test_lm_evaluation_harness(policy: Policy, tmp_path: Path):
 
 
 @pytest.mark.slow
+@requires("inspect_ai")
 def test_inspect(policy: Policy, tmp_path: Path):
-    pytest.importorskip("inspect_ai")
     require_sglang()
     with running([SGLangServer(policy[0], tmp_path / "server.log")]) as (server,):
         model = ("--model", f"openai-api-completions/local/{policy[0]}", "--model-base-url", f"{server.url}/v1")
         flags = ("--max-retries", "0", "--log-dir", tmp_path, "--log-format", "json", "--display", "none")
-        file = FOLDER / "inspect_polynomial.py"
+        file = "examples/evaluators/inspect_polynomial.py"  # inspect-ai refuses absolute paths
         run("inspect_ai", "eval", file, *model, *flags, variables=os.environ | EVALUATOR)
     (log,) = tmp_path.glob("*.json")
     results = json.loads(log.read_text())["results"]
