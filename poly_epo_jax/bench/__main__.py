@@ -10,11 +10,6 @@ Weights and tokens are random, so the model is not downloaded. The configuration
 The results are written after each stage, so that a command that is terminated leaves the finished stages.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
 import dataclasses
 import sys

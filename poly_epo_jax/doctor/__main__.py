@@ -9,11 +9,6 @@ the initial weights of the run to the servers, like the first step of the run. D
 servers.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
 import dataclasses
 import os

@@ -12,11 +12,6 @@ parameters, the judge and the options of the synthetic task. Rerun the command t
 problems failed, the results omit them, the exit code is 3, and rerunning the command only generates these problems.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
 import asyncio
 import sys

@@ -17,10 +17,7 @@ by hand, for --reference.
 
 import os
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
+if __name__ == "__main__":  # before the imports below
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are left to the servers of the judges
 
 import argparse
