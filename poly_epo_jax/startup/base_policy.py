@@ -32,7 +32,7 @@ from poly_epo_jax.step.packing import TrainingSequence, make_pack, row_tokens
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.system.digests import check_digests, json_digest
 from poly_epo_jax.system.file_lock import lock_file
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
+from poly_epo_jax.tasks.synthetic import DemonstrationStyle
 from poly_epo_jax.types import Problem, Task
 
 OPTIMIZER = {
