@@ -21,9 +21,9 @@ from poly_epo_jax.report.page import (
     metrics_table,
     results_tables,
     run_summary,
+    settings_section,
 )
 from poly_epo_jax.report.rollout_trees import Rollouts, plot_rollout_trees
-from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.system.json_files import replace_file
 from poly_epo_jax.system.output_folder import check_output, starts_with
 from poly_epo_jax.types import DEGENERATE_CLUSTER
