@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 
 from poly_epo_jax.bench.aot.collectives import Collective, collective_of, ended_by
-from poly_epo_jax.bench.aot.hlo import Instruction, Program, array_bytes, loop_trips, nested
-from poly_epo_jax.bench.aot.matmul_flops import matmul_flops
+from poly_epo_jax.bench.aot.hlo import Instruction, Program, array_bytes, loop_trips, matmul_flops, nested
 from poly_epo_jax.model.experts import EXPERTS_SCOPE
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
