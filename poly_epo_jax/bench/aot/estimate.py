@@ -155,7 +155,8 @@ def _compute(reader: _Reader, one: Instruction, computation: list[Instruction], 
     if one.opcode in FREE or one.opcode in ("while", "call", "conditional") or one.opcode.endswith("-done"):
         return 0.0
     found, rates = reader.found, reader.rates
-    flops = sum(matmul_flops(inner, shapes(within)) for inner, within in _parts(reader.program, one, computation))
+    parts = [(one, computation), *nested(reader.program, one)]
+    flops = sum(matmul_flops(inner, shapes(within)) for inner, within in parts)
     found.flops += times * flops
     if kernel := kernel_name(one):
         work = reader.kernel_flops(kernel)
@@ -182,10 +183,6 @@ def origin_of(instruction: Instruction) -> str:
         re.sub(r"\b(while|body|closed_call|checkpoint|jit\(\w+\)|cond)/", "", found[1]) if found else instruction.name
     )
     return "/".join(path.split("/")[-3:])
-
-
-def _parts(program: Program, one: Instruction, computation: list[Instruction]):
-    return [(one, computation), *nested(program, one)]
 
 
 def shapes(computation: list[Instruction]) -> dict[str, str]:
