@@ -22,7 +22,6 @@ from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import params_on_host
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.records.run_folder import resumable_config
 from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import drop_long_prompts, with_system_prompt
@@ -84,7 +83,7 @@ def initial_weights(run: RunContext, policy: Policy) -> tuple[Params, int]:
       newest valid checkpoint. If there is no checkpoint, the weights are the policy's and the step is 0.
     """
     workdir, mesh = Path(run.config.workdir), run.mesh
-    if resumable_config(workdir) is None:
+    if run_folder.resumable_config(workdir) is None:
         params, step = policy.load_params(mesh, run.config.seed), 0
     else:
         _, params, step = open_trained_policy(workdir, run.config.model, mesh)

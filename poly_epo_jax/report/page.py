@@ -8,13 +8,12 @@ from typing import Any
 from poly_epo_jax.check_run.bands import differing_keys, find_bands, summary
 from poly_epo_jax.config.section import flat
 from poly_epo_jax.metrics import evaluation, logged
-from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, MEAN_REWARD, PASS
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.document import interval_cell, table, text_table
 from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, model_labels
 from poly_epo_jax.report.folders import RunRecords
 
-MAIN = (PASS, MEAN_REWARD, CORRECT_CLUSTERS)
+MAIN = (evaluation.PASS, evaluation.MEAN_REWARD, evaluation.CORRECT_CLUSTERS)
 """Evaluation metrics, without k, of the first table of a benchmark."""
 STEPS_AVERAGED = 10
 BOOTSTRAP = "95% bootstrap intervals over problems"
@@ -74,10 +73,10 @@ def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> st
         if first in models and other in models
     }
     changes = []
-    for metric in (PASS, CORRECT_CLUSTERS):
+    for metric in (evaluation.PASS, evaluation.CORRECT_CLUSTERS):
         curves = [[curve(side, metric) for side in pair] for pair in shared.values()]
         ks = set.intersection(*(set(side) for pair in curves for side in pair)) if curves else set()
-        for k in sorted({min(ks), max(ks)} if metric == PASS else {max(ks)}) if ks else ():
+        for k in sorted({min(ks), max(ks)} if metric == evaluation.PASS else {max(ks)}) if ks else ():
             means = [sum(pair[side][k].mean for pair in curves) / len(curves) for side in (0, 1)]
             entry = evaluation.describe(evaluation.at(metric, k))
             values = [f"{mean:.{entry.digits}f}" for mean in means]
