@@ -39,6 +39,5 @@ def write_figures(output: Path, found: Any, console: Console) -> None:
       found: Results that can be converted to JSON.
       console: Console to which the path is printed.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, found)
     console.print(f"Written to {output}.")

@@ -115,7 +115,6 @@ def run(config: Config, flags: argparse.Namespace) -> None:
     """
     if flags.output:
         check_writable("--output", flags.output.parent)
-        flags.output.parent.mkdir(parents=True, exist_ok=True)
     hosts.join(config.hosts)
     configure_compiler(config)
     console, findings = Console(), list[Finding]()

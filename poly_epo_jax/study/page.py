@@ -56,7 +56,6 @@ def write_study_report(folder: Path) -> Path:
     """
     results = read_results(folder)
     page = folder / "report" / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
     replace_file(page, [document(title, body)])
