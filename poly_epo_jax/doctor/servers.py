@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from poly_epo_jax.config.keys import JudgeSection, RolloutsSection
 from poly_epo_jax.doctor.agreement import ReferenceScorer, compare
 from poly_epo_jax.doctor.runner import CheckResult, Failed, Finding, RunContext, Skipped
@@ -22,6 +20,7 @@ from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import params_on_host
 from poly_epo_jax.records import run_folder
+from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import drop_long_prompts, with_system_prompt
@@ -34,7 +33,6 @@ from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import (
     Clustering,
-    Generation,
     Group,
     Judge,
     JudgeFailure,
@@ -215,7 +213,8 @@ def check_judge(run: RunContext) -> CheckResult:
     if not JUDGES[section.name].needs_url:
         raise Skipped(f"judge.name={section.name} is not a server")
     judge = make_judge(_with_short_timeouts(section), run.task)
-    outcome = asyncio.run(_cluster(judge, _group()))
+    group = RecordedGroup("doctor", PROBLEM, RESPONSES, rewards=(), correct=()).group(0, range(len(RESPONSES)))
+    outcome = asyncio.run(_cluster(judge, group))
     if not isinstance(outcome, Clustering):
         reason = f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, JudgeFailure) else "no clusters"
         raise Failed(f"{section.url} returned no clustering ({reason}); see its log, and check judge.options")
@@ -224,14 +223,6 @@ def check_judge(run: RunContext) -> CheckResult:
     is_expected = first == second and len({first, third, degenerate}) == 3
     assessment = "as expected" if is_expected else "but only the first two share a strategy"
     return f"{section.url} assigned four responses to clusters {ids}, {assessment}", {"clusters": ids}
-
-
-def _group() -> Group:
-    def generation(text: str) -> Generation:
-        ids = np.zeros(1, np.int32)
-        return Generation(ids, np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", np.zeros(1, np.int32))
-
-    return Group(PROBLEM, np.zeros(1, np.int32), tuple(map(generation, RESPONSES)))
 
 
 async def _cluster(judge: Judge, group: Group) -> Clustering | JudgeFailure | None:
