@@ -205,6 +205,7 @@ RESPONSES = (
     "I add one after the other: 1, 3, 6, 10, 15, 21, 28, 36, 45, 55. \\boxed{55}",
     "banana banana banana banana",
 )
+GROUP = RecordedGroup("doctor", PROBLEM, RESPONSES, rewards=(), correct=()).group(0, range(len(RESPONSES)))
 
 
 def check_judge(run: RunContext) -> CheckResult:
@@ -213,8 +214,7 @@ def check_judge(run: RunContext) -> CheckResult:
     if not JUDGES[section.name].needs_url:
         raise Skipped(f"judge.name={section.name} is not a server")
     judge = make_judge(_with_short_timeouts(section), run.task)
-    group = RecordedGroup("doctor", PROBLEM, RESPONSES, rewards=(), correct=()).group(0, range(len(RESPONSES)))
-    outcome = asyncio.run(_cluster(judge, group))
+    outcome = asyncio.run(_cluster(judge, GROUP))
     if not isinstance(outcome, Clustering):
         reason = f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, JudgeFailure) else "no clusters"
         raise Failed(f"{section.url} returned no clustering ({reason}); see its log, and check judge.options")
