@@ -102,11 +102,8 @@ class LLMJudge:
 
     async def __call__(self, question: str, responses: Sequence[str]) -> Clustering | JudgeFailure:
         """Clusters the responses to a question of another program, see `cluster`."""
-        ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)  # one token, which the judge does not read
-        generations = [
-            Generation(ids, logprobs, ids == 0, (response,), "stop", weight_versions=ids) for response in responses
-        ]
-        return await self.cluster(Group(Problem(question, question, answer=""), ids, tuple(generations)))
+        generations = tuple(map(Generation.from_turns, responses))
+        return await self.cluster(Group(Problem(question, question, answer=""), np.zeros(1, np.int32), generations))
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
         """Requests a clustering, with a rationale for each response. Returns the last failure if all attempts fail."""
