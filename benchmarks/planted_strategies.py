@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from poly_epo_jax.tasks import MultiplicationTask
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.multiplication import RESPONSE, MultiplicationProseTask, operands
+from poly_epo_jax.tasks.synthetic import DemonstrationStyle
 from poly_epo_jax.types import Generation
 
 NUM_PROBLEMS, NUM_RESPONSES = 50, 8

@@ -5,6 +5,7 @@ first access, so that importing the package is fast, and works without the packa
 """
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 __all__ = ["__version__", "get_config", "run"]
+
+if sys.argv[:1] == ["-m"]:  # while Python locates the module of python -m poly_epo_jax.COMMAND
+    from poly_epo_jax.system.missing_packages import report_missing_packages
+
+    report_missing_packages()
 
 
 def __getattr__(name: str) -> Any:

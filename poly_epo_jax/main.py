@@ -3,10 +3,8 @@
 import gc
 
 from poly_epo_jax.system.malloc import keep_freed_memory
-from poly_epo_jax.system.missing_packages import report_missing_packages
 
 if __name__ == "__main__":
-    report_missing_packages()
     keep_freed_memory()  # before the imports below start threads
     # Objects created by imports are long-lived; collecting garbage while importing takes 10% of the import time.
     gc.disable()

@@ -10,10 +10,7 @@ the run shows them over training.
 
 import os
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
+if __name__ == "__main__":  # before the imports below
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are left to the servers of the judges
 
 import argparse

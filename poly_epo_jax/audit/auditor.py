@@ -25,7 +25,7 @@ from poly_epo_jax.metrics.agreement import degenerate_as_singletons, pairwise_ag
 from poly_epo_jax.records.recorded_groups import RecordedGroup, read_generations
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, LOGGED_GENERATION
 from poly_epo_jax.rejudge.inputs import with_answers
-from poly_epo_jax.rejudge.judge_groups import REQUESTED_AGAIN, request_clustering
+from poly_epo_jax.rejudge.judges import REQUESTED_AGAIN, request_clustering
 from poly_epo_jax.startup.read_config import make_judge, training_judge
 from poly_epo_jax.system.json_files import Row, keep_rows, read_rows
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Judge, Task

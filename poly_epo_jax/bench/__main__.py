@@ -10,13 +10,7 @@ Weights and tokens are random, so the model is not downloaded. The configuration
 The results are written after each stage, so that a command that is terminated leaves the finished stages.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,12 +32,10 @@ from poly_epo_jax.memory_plan.plan import plan_of
 from poly_epo_jax.memory_plan.tables import as_row, print_plan, print_plans
 from poly_epo_jax.model.attention.self_check import CHECKED, verify_attention_kernel
 from poly_epo_jax.parallel.devices import DEVICES, Device, device_name, device_peak
-from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_memory, check_writable, configure_compiler, model_shape
-from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.user_path import user_path
 
@@ -71,7 +63,6 @@ def run(config: Config, output: Path, names: Sequence[str]) -> None:
         )
     mesh = make_mesh(**config.mesh)
     model_config = model_shape(config)
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     memory_plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, memory_plan, rows_that_fit)
     configure_compiler(config)
@@ -83,7 +74,6 @@ def run(config: Config, output: Path, names: Sequence[str]) -> None:
     vendor = DEVICES.get(device_name(jax.devices()[0].device_kind), DEVICES["cpu"])  # The rates of CPUs are None.
     setting, rows = _setting(config, mesh, workload, roofline, vendor), list[dict[str, Any]]()
     figures = {"setting": setting, "plan": as_row(memory_plan, rows_that_fit), "stages": rows}
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, figures)
     with console.status(f"measuring {names[0]}") as status:
         for stage in time_stages(config, model_config, mesh, workload, names):

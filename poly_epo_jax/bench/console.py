@@ -6,7 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from poly_epo_jax.system.json_files import write_json
 
@@ -25,10 +25,10 @@ def console_table(left: Sequence[str], right: Sequence[str], wrapped: str = "") 
       right: Names of the right-aligned columns.
       wrapped: Name of the column whose text is wrapped if the table is wider than the console.
     """
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in (*left, *right):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wrapped)
-    return table
+    columns = (
+        Column(name, justify="right" if name in right else "left", no_wrap=name != wrapped) for name in (*left, *right)
+    )
+    return Table(*columns, box=box.SIMPLE_HEAD)
 
 
 def write_figures(output: Path, found: Any, console: Console) -> None:
@@ -39,6 +39,5 @@ def write_figures(output: Path, found: Any, console: Console) -> None:
       found: Results that can be converted to JSON.
       console: Console to which the path is printed.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, found)
     console.print(f"Written to {output}.")

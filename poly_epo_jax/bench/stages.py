@@ -19,7 +19,6 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
-from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.transformer import abstract_model, init_params
 from poly_epo_jax.parallel.sharding import param_shardings
 from poly_epo_jax.rollouts import SAMPLERS
@@ -225,7 +224,7 @@ def _update_stages(
     gradients = update.zero_gradients(state)
     if "gradient" in names:
         # The forward and backward passes each read the weights. The gradient sums are read and written.
-        work = gradient_passes(config, model_config) * forward
+        work = flops.gradient_passes(config, model_config) * forward
         yield stage("gradient", gradient, tokens, work, 2 * (weight_bytes + trained_bytes))
     if "optimizer" in names:
         # Trained weights and moments are read and written, and gradients are read.

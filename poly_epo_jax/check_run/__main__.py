@@ -8,11 +8,6 @@ truncation are compared with the bands, as far as the run has come. The exit cod
 outside its band. There are bands for Poly-EPO on some of the tiny tasks only.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
 import json
 import sys

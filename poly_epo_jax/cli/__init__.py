@@ -5,6 +5,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from poly_epo_jax.system.missing_packages import report_missing_packages
 from poly_epo_jax.system.signals import exit_code
 from poly_epo_jax.system.text import did_you_mean
 
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())  # as `python -m`, so that configuration files can import modules next to them
     sys.argv[1:] = rest
+    report_missing_packages()
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
     return 0
 

@@ -9,11 +9,6 @@ the initial weights of the run to the servers, like the first step of the run. D
 servers.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
 import dataclasses
 import os
@@ -25,7 +20,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.doctor.agreement import check_decoding
@@ -60,11 +55,13 @@ def show_findings(findings: Sequence[Finding], console: Console) -> None:
       console: Console to which the table is printed.
     """
     console.width = max(console.width, WIDTH)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("check", max_width=32, overflow="fold")
-    table.add_column("result", no_wrap=True)
-    table.add_column("s", justify="right", no_wrap=True)
-    table.add_column("message and remedy")
+    table = Table(
+        Column("check", max_width=32, overflow="fold"),
+        Column("result", no_wrap=True),
+        Column("s", justify="right", no_wrap=True),
+        "message and remedy",
+        box=box.SIMPLE_HEAD,
+    )
     for one in findings:
         color = COLORS[one.status]
         table.add_row(escape(one.name), f"[{color}]{one.status}[/]", f"{one.seconds:.1f}", f"{escape(one.message)}.")
@@ -118,7 +115,6 @@ def run(config: Config, flags: argparse.Namespace) -> None:
     """
     if flags.output:
         check_writable("--output", flags.output.parent)
-        flags.output.parent.mkdir(parents=True, exist_ok=True)
     hosts.join(config.hosts)
     configure_compiler(config)
     console, findings = Console(), list[Finding]()

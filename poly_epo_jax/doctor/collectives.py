@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,13 +73,13 @@ def _gradient(model_config: ModelConfig, mesh: Mesh, batch: PackedBatch, trainab
 
 def _distance(found: Params, expected: Params) -> float:
     """Returns the norm of the difference relative to the norm of `expected`, which is on one device of each process."""
-    expected = jax.tree.map(lambda like, x: _shard(jax.device_get(x), like.sharding), found, expected)
+    # Every process holds the complete arrays, and places the shards of its own devices.
+    expected = jax.tree.map(
+        lambda like, x: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__),
+        found,
+        jax.device_get(expected),
+    )
     return float(_relative_error(found, expected))
-
-
-def _shard(values: np.ndarray, sharding: Any) -> jax.Array:
-    """Shards an array that every process holds completely. Each process places the shards of its own devices."""
-    return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
 
 @jax.jit

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from poly_epo_jax.config.keys import JudgeSection, RolloutsSection
 from poly_epo_jax.doctor.agreement import ReferenceScorer, compare
 from poly_epo_jax.doctor.runner import CheckResult, Failed, Finding, RunContext, Skipped
@@ -22,7 +20,7 @@ from poly_epo_jax.model.policy import Policy, find_model, open_policy
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.parallel.sharding import params_on_host
 from poly_epo_jax.records import run_folder
-from poly_epo_jax.records.run_folder import resumable_config
+from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.rollouts import SAMPLERS, open_server
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import drop_long_prompts, with_system_prompt
@@ -35,7 +33,6 @@ from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import (
     Clustering,
-    Generation,
     Group,
     Judge,
     JudgeFailure,
@@ -84,7 +81,7 @@ def initial_weights(run: RunContext, policy: Policy) -> tuple[Params, int]:
       newest valid checkpoint. If there is no checkpoint, the weights are the policy's and the step is 0.
     """
     workdir, mesh = Path(run.config.workdir), run.mesh
-    if resumable_config(workdir) is None:
+    if run_folder.resumable_config(workdir) is None:
         params, step = policy.load_params(mesh, run.config.seed), 0
     else:
         _, params, step = open_trained_policy(workdir, run.config.model, mesh)
@@ -208,6 +205,7 @@ RESPONSES = (
     "I add one after the other: 1, 3, 6, 10, 15, 21, 28, 36, 45, 55. \\boxed{55}",
     "banana banana banana banana",
 )
+GROUP = RecordedGroup("doctor", PROBLEM, RESPONSES, rewards=(), correct=()).group(0, range(len(RESPONSES)))
 
 
 def check_judge(run: RunContext) -> CheckResult:
@@ -216,7 +214,7 @@ def check_judge(run: RunContext) -> CheckResult:
     if not JUDGES[section.name].needs_url:
         raise Skipped(f"judge.name={section.name} is not a server")
     judge = make_judge(_with_short_timeouts(section), run.task)
-    outcome = asyncio.run(_cluster(judge, _group()))
+    outcome = asyncio.run(_cluster(judge, GROUP))
     if not isinstance(outcome, Clustering):
         reason = f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, JudgeFailure) else "no clusters"
         raise Failed(f"{section.url} returned no clustering ({reason}); see its log, and check judge.options")
@@ -225,10 +223,6 @@ def check_judge(run: RunContext) -> CheckResult:
     is_expected = first == second and len({first, third, degenerate}) == 3
     assessment = "as expected" if is_expected else "but only the first two share a strategy"
     return f"{section.url} assigned four responses to clusters {ids}, {assessment}", {"clusters": ids}
-
-
-def _group() -> Group:
-    return Group(PROBLEM, np.zeros(1, np.int32), tuple(map(Generation.from_turns, RESPONSES)))
 
 
 async def _cluster(judge: Judge, group: Group) -> Clustering | JudgeFailure | None:

@@ -12,11 +12,6 @@ parameters, the judge and the options of the synthetic task. Rerun the command t
 problems failed, the results omit them, the exit code is 3, and rerunning the command only generates these problems.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
 import asyncio
 import sys
@@ -52,8 +47,9 @@ from poly_epo_jax.model.policy import check_stop_ids
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.progress import progress_bar
 from poly_epo_jax.registry import Range
-from poly_epo_jax.rollouts import open_server, open_weights
+from poly_epo_jax.rollouts import open_server
 from poly_epo_jax.rollouts.between_turns import warn_about_turns
+from poly_epo_jax.rollouts.embedded.sampler import EmbeddedSampler
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.startup.command_line import config_parser, parse_value, run_command
@@ -217,7 +213,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     if model.url:
         sampler = open_server(model.url, policy.model, policy.stop_ids, config, model.version)
     else:
-        sampler = open_weights(policy.model, mesh, policy.stop_ids, config, longest)
+        sampler = EmbeddedSampler(policy.model, mesh, policy.stop_ids, longest, config.rollouts.max_concurrent)
     limits = (longest, config.model.stop_strings, policy.config.vocab_size)
     warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)
     limits = (*limits, *config.rollouts.user_code_limits)

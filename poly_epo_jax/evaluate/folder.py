@@ -48,7 +48,6 @@ def open_folder(folder: Path, about: dict[str, Any]) -> None:
                 f"{folder} contains results with different values of {', '.join(names)}; restore them, choose "
                 "another --output, or delete the folder."
             )
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(file, about)
 
 

@@ -4,11 +4,6 @@ If the policy was trained with LoRA, its adapter is merged into the weights. Wit
 written, in the format of PEFT.
 """
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
-
 import argparse
 import shlex
 import sys

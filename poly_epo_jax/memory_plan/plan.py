@@ -21,7 +21,7 @@ from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name, find_devices
-from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh
+from poly_epo_jax.parallel.mesh import check_mesh, fill_mesh, row_shards
 from poly_epo_jax.rollouts import SAMPLERS, pushed_dtype
 from poly_epo_jax.step.packing import fillable_rows, row_tokens, rows_per_device
 from poly_epo_jax.system.limits import memory_limit
@@ -265,7 +265,7 @@ def _generate(config: Config, model_config: ModelConfig, machine: Machine, cache
     length, times `cache_growth`, because growing a cache copies it.
     """
     processes, machine = machine.processes, machine.host
-    train, shards, held_out = config.train, machine.row_shards, config.eval
+    train, shards, held_out = config.train, row_shards(machine.mesh), config.eval
     requests = -(-train.prompts_per_batch // processes) * train.num_generations
     if held_out.every:
         requests = max(requests, -(-held_out.num_problems // processes) * held_out.num_generations)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.memory_plan.plan import Plan, plan_of
@@ -30,13 +30,8 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
     Returns:
       The plan as JSON-serializable values, see `as_row`.
     """
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("stage", "memory per device", "largest terms"):
-        table.add_column(
-            column,
-            justify="right" if column == "memory per device" else "left",
-            no_wrap=column == "memory per device",
-        )
+    per_device = Column("memory per device", justify="right", no_wrap=True)
+    table = Table("stage", per_device, "largest terms", box=box.SIMPLE_HEAD)
     for stage, stage_terms in plan.stages.items():
         total = plan.stage_bytes(stage)
         terms = sorted([*plan.resident.items(), *stage_terms.items()], key=lambda term: -term[1])
@@ -85,12 +80,12 @@ def print_plans(
     Returns:
       The plans by name of the mesh, see `as_row`.
     """
-    table, found = Table(box=box.SIMPLE_HEAD), {}
+    columns = (
+        Column(name, justify="right" if name in ("hosts", "state", "peak", "limit", "rows") else "left", no_wrap=True)
+        for name in ("mesh", "hosts", "device", "axes", "state", "peak", "limit", "stage", "remat", "rows")
+    )
+    table, found = Table(*columns, box=box.SIMPLE_HEAD), {}
     model_config = dataclasses.replace(model_config, remat=config.model.remat)  # "auto" is resolved per mesh
-    for column in ("mesh", "hosts", "device", "axes", "state", "peak", "limit", "stage", "remat", "rows"):
-        table.add_column(
-            column, justify="right" if column in ("hosts", "state", "peak", "limit", "rows") else "left", no_wrap=True
-        )
     for name, mesh in meshes.items():
         axes = {key: value for key, value in mesh.items() if key in config.mesh}
         try:

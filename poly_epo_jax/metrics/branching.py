@@ -31,7 +31,7 @@ def active_branches(token_ids: Sequence[Int[np.ndarray, " _"]]) -> Int[np.ndarra
     change = np.zeros(1 + max(map(len, token_ids), default=0), dtype=np.int64)
     previous = np.zeros(0, dtype=np.int64)
     for ids in ordered:
-        change[_shared_prefix(previous, ids)] += 1
+        change[shared_prefix(previous, ids)] += 1
         change[len(ids)] -= 1
         previous = ids
     return np.cumsum(change[:-1])
@@ -99,13 +99,13 @@ def prefix_tree(token_ids: Sequence[Int[np.ndarray, " _"]]) -> list[Segment]:
                 by_next_token.setdefault(int(token_ids[generation][start]), []).append(generation)
         for members in by_next_token.values():
             first = token_ids[members[0]]
-            end = min(_shared_prefix(first, token_ids[member]) for member in members)
+            end = min(shared_prefix(first, token_ids[member]) for member in members)
             unfinished.append((end, len(segments), members))
             segments.append(Segment(start, end, parent, tuple(members)))
     return segments
 
 
-def _shared_prefix(a: Int[np.ndarray, " _"], b: Int[np.ndarray, " _"]) -> int:
+def shared_prefix(a: Int[np.ndarray, " _"], b: Int[np.ndarray, " _"]) -> int:
     """Returns the length of the common prefix."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])

@@ -12,7 +12,7 @@ import jax
 import jax.extend
 
 from poly_epo_jax.config.checks import ConfigError
-from poly_epo_jax.parallel.mesh import host_axes, row_shards
+from poly_epo_jax.parallel.mesh import host_axes
 from poly_epo_jax.system.missing_packages import install_command
 from poly_epo_jax.system.text import first_line
 
@@ -127,11 +127,6 @@ class Machine:
     def num_devices(self) -> int:
         """Number of devices of the mesh."""
         return math.prod(self.mesh.values())
-
-    @property
-    def row_shards(self) -> int:
-        """Number of shards of the rows of a batch."""
-        return row_shards(self.mesh)
 
     @property
     def weight_shards(self) -> int:

@@ -16,7 +16,7 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from poly_epo_jax.metrics.logged import (
@@ -245,9 +245,8 @@ def _time_left(progress: Progress) -> list[str]:
 
 
 def _block(title: str, values: Metrics, labels: Mapping[str, str]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(title, header_style="bold")
-    table.add_column(justify="right", min_width=6)
+    columns = Column(title, header_style="bold"), Column(justify="right", min_width=6)
+    table = Table(*columns, box=None, padding=(0, 1, 0, 0), show_edge=False)
     for name, label in labels.items():
         table.add_row(label, _number(values[name]) if name in values else "-")
     return table

@@ -59,7 +59,6 @@ class Tracker(AbstractContextManager["Tracker"]):
             module: _open_logger(module, folder, config_json, project) for module, project in projects.items()
         }
         with run_folder.writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / run_folder.CONFIG, [config_json.encode()])
             run_folder.drop_rows_after(folder, resume_step)
             # SummaryWriter writes in a thread. A full disk would end it, and its queue would then block the caller.

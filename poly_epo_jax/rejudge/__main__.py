@@ -17,10 +17,7 @@ by hand, for --reference.
 
 import os
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
+if __name__ == "__main__":  # before the imports below
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are left to the servers of the judges
 
 import argparse
@@ -39,8 +36,15 @@ from poly_epo_jax.judges.variants import FIRST, variants
 from poly_epo_jax.records.recorded_groups import RecordedGroup
 from poly_epo_jax.registry import Range
 from poly_epo_jax.rejudge.inputs import RecordedTask, read_inputs, with_answers
-from poly_epo_jax.rejudge.judge_groups import REQUESTED_AGAIN, timing_summary
-from poly_epo_jax.rejudge.judges import describe, judge_configs, read_reference, request_clusterings
+from poly_epo_jax.rejudge.judges import (
+    REQUESTED_AGAIN,
+    describe,
+    judge_configs,
+    read_clusterings,
+    read_reference,
+    request_clusterings,
+    timing_summary,
+)
 from poly_epo_jax.rejudge.page import write_page
 from poly_epo_jax.rejudge.results import (
     RECORDED,
@@ -49,11 +53,10 @@ from poly_epo_jax.rejudge.results import (
     advantages_of,
     clusters_in,
     compare,
+    console_tables,
     judge_results,
-    read_clusterings,
 )
 from poly_epo_jax.rejudge.sheets import SHEET, write_sheet
-from poly_epo_jax.rejudge.tables import console_tables
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, make_task, refuse_passwords

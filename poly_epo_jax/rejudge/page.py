@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.records.recorded_groups import RecordedGroup
-from poly_epo_jax.rejudge.results import Clusters, mean_agreement
-from poly_epo_jax.rejudge.tables import JUDGE_COLUMNS, PAIR_COLUMNS
+from poly_epo_jax.rejudge.results import JUDGE_COLUMNS, PAIR_COLUMNS, Clusters, mean_agreement
 from poly_epo_jax.report.build import MAX_GENERATION_BYTES
 from poly_epo_jax.report.document import asset, document, interval_cell, table, text_table
 from poly_epo_jax.report.generations import bound, collect

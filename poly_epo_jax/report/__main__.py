@@ -11,10 +11,7 @@ first folder if there are several. Figures:
 
 import os
 
-from poly_epo_jax.system.missing_packages import report_missing_packages
-
-if __name__ == "__main__":
-    report_missing_packages()  # before the imports below
+if __name__ == "__main__":  # before the imports below
     os.environ.pop("MPLBACKEND", None)  # the backend of a notebook may not be installed here, and is not used
 
 import argparse

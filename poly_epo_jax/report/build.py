@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import audits, evaluation_figures, figures, timeline_figures
 from poly_epo_jax.report.document import POLICY, asset, document
-from poly_epo_jax.report.evaluation_figures import model_labels
 from poly_epo_jax.report.folders import EvaluationFolders, RunRecords, read_folders, read_results
 from poly_epo_jax.report.generations import Collection, bound, evaluation_collection, run_collections
 from poly_epo_jax.report.page import (
@@ -21,9 +20,9 @@ from poly_epo_jax.report.page import (
     metrics_table,
     results_tables,
     run_summary,
+    settings_section,
 )
 from poly_epo_jax.report.rollout_trees import Rollouts, plot_rollout_trees
-from poly_epo_jax.report.settings import settings_section
 from poly_epo_jax.system.json_files import replace_file
 from poly_epo_jax.system.output_folder import check_output, starts_with
 from poly_epo_jax.types import DEGENERATE_CLUSTER
@@ -105,7 +104,7 @@ def write_report(folders: Sequence[Path], output: Path, models: Sequence[str] = 
     metrics = {label: run.metrics for label, run in runs.items()}
     timelines = {label: run.timeline for label, run in runs.items()}
     tree_title = f"First {TREE_ROLLOUTS} generations of {problem}, arranged by shared prefix" if trees else ""
-    line_styles = figures.styles(list(dict.fromkeys([*runs, *model_labels(evaluations)])))
+    line_styles = figures.styles(list(dict.fromkeys([*runs, *evaluation_figures.model_labels(evaluations)])))
     page = output / "report.html"
     _create(page)
     drawn = _draw_figures(metrics, results, tree_title, trees, line_styles)

@@ -130,7 +130,8 @@ def _draw_excerpt(axes: Axes, excerpt: TimelineExcerpt, color: str) -> None:
     stages, alone = excerpt.stages, alone_intervals(excerpt.spans)
     for span in excerpt.spans:
         full = np.array(to_rgb(_GRAY if excerpt.is_odd(span) else color))
-        parts_alone = _parts_within(span, alone[span.stage])
+        within = ((max(start, span.start), min(end, span.end)) for start, end in alone[span.stage])
+        parts_alone = [(start, end) for start, end in within if start < end]
         for parts, drawn in (([(span.start, span.end)], _PALE * full + 1 - _PALE), (parts_alone, full)):
             bars = [(start, end - start) for start, end in parts]
             position = stages.index(span.stage) - 0.36, 0.72
@@ -150,12 +151,6 @@ def _excerpt(windows: Windows, steps: list[int]) -> TimelineExcerpt:
         spans += [span._replace(start=at + span.start, end=at + span.end) for span in windows[step].spans]
         at += windows[step].seconds
     return TimelineExcerpt(starts, at, merge(spans, _CUT_APART))
-
-
-def _parts_within(span: Span, alone: list[Interval]) -> list[Interval]:
-    return [
-        (max(start, span.start), min(end, span.end)) for start, end in alone if start < span.end and end > span.start
-    ]
 
 
 def _busy_intervals(window: Window) -> dict[str, list[Interval]]:

@@ -110,21 +110,6 @@ def _client(
     )
 
 
-def open_weights(
-    model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Config, max_prompt_tokens: int
-) -> Sampler:
-    """Returns a sampler that generates with local weights.
-
-    Args:
-      model: The policy. It may be abstract.
-      mesh: Mesh of this process.
-      stop_ids: Token ids that end a generation.
-      config: Configuration. Only `rollouts.max_concurrent` is used.
-      max_prompt_tokens: Maximum number of prompt tokens.
-    """
-    return EmbeddedSampler(model, mesh, stop_ids, max_prompt_tokens, config.rollouts.max_concurrent)
-
-
 async def model_info(url: str, config: Config) -> ModelInfo:
     """Returns the model that the server at `url` reports.
 

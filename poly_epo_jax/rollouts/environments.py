@@ -49,7 +49,7 @@ class Environments:
     def __post_init__(self):
         self._places: list[EpisodeLoop | EpisodeWorker] = []
         self._pickled = pickled_task(self.task) if self.num_workers else ({}, b"")
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()  # of episodes
         self._counts = {is_evaluation: Counter[str]() for is_evaluation in (False, True)}
         self._spares: list[EpisodeWorker] = []
         self._close = weakref.finalize(self, _stop_all, self._places, self._spares)
@@ -145,10 +145,6 @@ class Environments:
             self._spares.append(start())
         return new
 
-    def next_number(self) -> int:
-        """Returns a number that no other episode has."""
-        return next(self._numbers)
-
 
 def _stop_all(*places: Iterable[EpisodeLoop | EpisodeWorker]) -> None:
     for place in itertools.chain(*places):
@@ -166,7 +162,7 @@ class RunningEpisode:
     """
 
     def __init__(self, environments: Environments, problem: Problem, isolate: bool = False):
-        self._environments, self._problem, self._number = environments, problem, environments.next_number()
+        self._environments, self._problem, self._number = environments, problem, next(environments.numbers)
         self._place, self._class_name, self._seconds, self._is_closed = environments.place(isolate), "", 0.0, False
         self._place.num_episodes += 1
 

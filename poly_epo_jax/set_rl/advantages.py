@@ -15,8 +15,17 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from poly_epo_jax.set_rl.array_kinds import in_kind_of, returns_kind_of_input
-from poly_epo_jax.set_rl.groups import Scalars, Tensor, as_features, cluster_sizes, rarity, same_cluster, subtract_mean
+from poly_epo_jax.set_rl.groups import (
+    Scalars,
+    Tensor,
+    as_features,
+    cluster_sizes,
+    in_kind_of,
+    rarity,
+    returns_kind_of_input,
+    same_cluster,
+    subtract_mean,
+)
 from poly_epo_jax.set_rl.sets import Sets, as_sets, check_set_size
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 

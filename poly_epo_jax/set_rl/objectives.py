@@ -21,10 +21,9 @@ from poly_epo_jax.set_rl.advantages import (
     polychromic_advantages,
     reward_plus_diversity_advantages,
 )
-from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
 from poly_epo_jax.set_rl.estimators.best_of_k import pass_at_n_advantages
 from poly_epo_jax.set_rl.estimators.embedding_based import cosines, log_volume
-from poly_epo_jax.set_rl.groups import as_features
+from poly_epo_jax.set_rl.groups import as_features, returns_kind_of_input
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 SetScalars = Shaped[Array | np.ndarray, "*prompts K n"] | Sequence[Any]

@@ -32,7 +32,7 @@ from poly_epo_jax.step.packing import TrainingSequence, make_pack, row_tokens
 from poly_epo_jax.step.update import PolicyUpdate
 from poly_epo_jax.system.digests import check_digests, json_digest
 from poly_epo_jax.system.file_lock import lock_file
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
+from poly_epo_jax.tasks.synthetic import DemonstrationStyle
 from poly_epo_jax.types import Problem, Task
 
 OPTIMIZER = {
@@ -99,20 +99,14 @@ def base_policy(config: Config, task: Task, mesh: Mesh) -> Path:
     folder = base_policy_folder(config.base, config.task, task)
     # Concurrent runs with the same base policy wait until the first of them has fitted it.
     with lock_file(folder.with_name(f".{folder.name}.lock"), f"the base policy {folder}", wait=True):
-        if folder.exists() and _is_corrupted(folder):
+        try:
+            check_digests(folder)
+        except ValueError as error:
+            print(f"Warning: {error} The base policy is fitted again.", file=sys.stderr)
             shutil.rmtree(folder)
         if not folder.exists():
             _make(config, task, mesh, folder)
     return folder
-
-
-def _is_corrupted(folder: Path) -> bool:
-    try:
-        check_digests(folder)
-    except ValueError as error:
-        print(f"Warning: {error} The base policy is fitted again.", file=sys.stderr)
-        return True
-    return False
 
 
 def base_policy_folder(base: BaseSection, section: TaskSection, task: Task) -> Path:

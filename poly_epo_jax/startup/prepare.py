@@ -23,7 +23,6 @@ from poly_epo_jax.model.policy import find_model
 from poly_epo_jax.model.presets import has_preset, preset_config
 from poly_epo_jax.model.transformer import AUTO, abstract_model, param_shapes
 from poly_epo_jax.parallel.compiler_options import use_deterministic_programs
-from poly_epo_jax.parallel.mesh import check_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.prompts import with_system_prompt
@@ -33,7 +32,6 @@ from poly_epo_jax.startup.resume_checks import check_same_content, problem_diges
 from poly_epo_jax.startup.resume_code import check_resume_code
 from poly_epo_jax.startup.rules import check_rules, task_rules
 from poly_epo_jax.step.advantages import check_estimator
-from poly_epo_jax.step.packing import row_tokens
 from poly_epo_jax.step.partial_groups import min_group
 from poly_epo_jax.system.limits import memory_limit
 from poly_epo_jax.types import Judge, Task
@@ -95,7 +93,6 @@ def prepare(config: Config) -> Prepared:
             f"only {model_config.max_position} positions; lower one of them."
         )
     split_params(param_shapes(abstract_model(model_config)), trained_pattern(config))
-    check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
     plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, plan, rows_that_fit)
     model_config = dataclasses.replace(model_config, remat=plan.remat)

@@ -14,7 +14,7 @@ from poly_epo_jax.metrics.intervals import Interval
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report import figures
 from poly_epo_jax.study.figures import add_legend, line_styles
-from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, Result, StudyResults
+from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, StudyResults
 
 _NEAR = 0.12
 """Two points are neighbors if their distance is at most this fraction of the range of the points, on both axes."""
@@ -50,7 +50,9 @@ def plot_frontier(results: StudyResults, task: str) -> Figure | None:
       results: Results of the study.
       task: Name of the task.
     """
-    points, ended = _points(results, task), _unfinished(results, task)
+    points = _points(results, task)
+    unfinished = [run for cell in results.cells(task) for run in results.of(cell, finished=False)]
+    ended = [run for run in unfinished if run.at_end(CORRECT_OF_8) is not None]
     if not points and not ended:
         return None
     crowd = _crowd(points)
@@ -161,9 +163,3 @@ def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) ->
             point.text, position, tuple(offset), textcoords="offset points", arrowprops=line, fontsize=7.5
         )
         text.set(color=color, ha="center", va="center")
-
-
-def _unfinished(results: StudyResults, task: str) -> list[Result]:
-    """Returns unfinished runs that have been evaluated."""
-    runs = [run for cell in results.cells(task) for run in results.of(cell, finished=False)]
-    return [run for run in runs if run.at_end(CORRECT_OF_8) is not None]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from poly_epo_jax.metrics.logged import describe
 from poly_epo_jax.report.document import document, markdown_table, table, text_table
 from poly_epo_jax.report.figures import COMPARED, drawn_metrics, image, save
-from poly_epo_jax.report.settings import settings_section
+from poly_epo_jax.report.page import settings_section
 from poly_epo_jax.study import figures
 from poly_epo_jax.study.folder import clock
 from poly_epo_jax.study.frontier import plot_frontier
@@ -56,7 +56,6 @@ def write_study_report(folder: Path) -> Path:
     """
     results = read_results(folder)
     page = folder / "report" / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
     title = f"Study: {folder.resolve().name.removeprefix('study-')}"
     replace_file(page, [document(title, body)])

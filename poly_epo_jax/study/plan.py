@@ -152,7 +152,6 @@ def write_plan(study: Study, runs: Sequence[StudyRun]) -> None:
       study: The study, with its folder.
       runs: All runs of the study.
     """
-    Path(study.folder).mkdir(parents=True, exist_ok=True)
     run_keys = [dataclasses.asdict(run.key) for run in runs]
     write_json(Path(study.folder) / PLAN, {"baseline": study.resolved_baseline, "runs": run_keys})
 

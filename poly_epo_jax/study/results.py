@@ -80,14 +80,12 @@ class StudyResults:
     """The current results of a study.
 
     Attributes:
-      folder: Folder of the study.
       baseline: Method that the other methods are compared with.
       results: Results of all runs.
       attempts: Rows of attempts.jsonl.
       others: Content of results.json of other models that are evaluated in the folder, by label and benchmark.
     """
 
-    folder: Path
     baseline: str
     results: Sequence[Result]
     attempts: Sequence[Row]
@@ -203,7 +201,7 @@ def read_results(folder: Path) -> StudyResults:
     for path in find_results(folder / EVALUATION):
         evaluations.setdefault(path.parent.name, {})[path.parent.parent.name] = read_object(path, ADVICE)
     results = [_read_run(folder, run_key, evaluations.pop(run_key.label, {})) for run_key in run_keys]
-    return StudyResults(folder, baseline, results, read_attempts(folder), evaluations)
+    return StudyResults(baseline, results, read_attempts(folder), evaluations)
 
 
 def _read_run(folder: Path, run_key: RunKey, evaluations: Mapping[str, Any]) -> Result:

@@ -47,7 +47,6 @@ def file_digests(files: Sequence[Path]) -> list[str]:
         digests = list(pool.map(digest, files))
     if computed and cache_file.is_absolute():  # users without a home directory have no cache
         with contextlib.suppress(OSError):  # the digests are valid without the cache
-            cache_file.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache_file, _read_cache(cache_file) | computed)
     return digests
 

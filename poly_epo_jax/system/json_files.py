@@ -86,10 +86,13 @@ def write_json(path: Path, content: Any) -> None:
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
     """Replaces a file atomically. If the process ends early, the file has either the old or the new content.
 
+    The folder of the file is created if it does not exist.
+
     Args:
       path: The file.
       parts: New content, in consecutive parts.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left behind by a killed process, or a link to another file
     with temporary.open("xb") as file:  # does not follow links

@@ -29,7 +29,7 @@ def explain_missing_package(error: ModuleNotFoundError) -> str:
 
 
 def report_missing_packages() -> None:
-    """Makes this process print `explain_missing_package` if a package is missing. Only commands call this function."""
+    """Makes this process print `explain_missing_package` if a package is missing. Only called for commands."""
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, ModuleNotFoundError):

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.tasks.countdown import CountdownProseTask, CountdownTask
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.guess_number import GuessNumberTask
 from poly_epo_jax.tasks.math import MathTask
 from poly_epo_jax.tasks.multiplication import MultiplicationProseTask, MultiplicationTask
 from poly_epo_jax.tasks.one_word import CategoriesTask, PrefixesTask
 from poly_epo_jax.tasks.polynomial import PolynomialProseTask, PolynomialTask
 from poly_epo_jax.tasks.reasoning_gym import ReasoningGymTask
+from poly_epo_jax.tasks.synthetic import DemonstrationStyle
 from poly_epo_jax.tasks.textarena import TextArenaTask
 from poly_epo_jax.tasks.tool_environment import ToolEnvironmentTask
 from poly_epo_jax.types import Task

@@ -19,8 +19,7 @@ import numpy as np
 from poly_epo_jax.config.checks import one_of
 from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.arithmetic import parse_expression, value
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.tasks.synthetic import CharacterTask, SyntheticTask
+from poly_epo_jax.tasks.synthetic import CharacterTask, DemonstrationStyle, SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 MAX_TOTAL = 99

@@ -12,8 +12,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from poly_epo_jax.registry import Range
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.tasks.synthetic import CharacterTask
+from poly_epo_jax.tasks.synthetic import CharacterTask, DemonstrationStyle
 from poly_epo_jax.types import Generation, Outcome, Problem
 
 LOWEST, HIGHEST = 10, 99

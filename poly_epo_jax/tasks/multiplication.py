@@ -17,8 +17,7 @@ import numpy as np
 
 from poly_epo_jax.registry import Range
 from poly_epo_jax.tasks.arithmetic import Decomposition, Expression, decomposition, equations, product, value
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.tasks.synthetic import CharacterTask, SyntheticTask
+from poly_epo_jax.tasks.synthetic import CharacterTask, DemonstrationStyle, SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 COMBINE = {"+": operator.add, "-": operator.sub, "*": operator.mul}

@@ -14,8 +14,7 @@ from typing import Annotated, ClassVar, TypeVar
 import numpy as np
 
 from poly_epo_jax.registry import Range
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
-from poly_epo_jax.tasks.synthetic import CharacterTask, SyntheticTask
+from poly_epo_jax.tasks.synthetic import CharacterTask, DemonstrationStyle, SyntheticTask
 from poly_epo_jax.types import Generation, Problem
 
 Number = TypeVar("Number", int, Fraction)

@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.text import SURROGATE
 from poly_epo_jax.tasks.answers import reference_answer, visible
-from poly_epo_jax.tasks.arrow_rows import table_rows
-from poly_epo_jax.tasks.data_sets import read_data_set
+from poly_epo_jax.tasks.data_sets import read_data_set, table_rows
 from poly_epo_jax.types import ComparesAnswers, Interactive, Mixed, Problem, Task
 
 SLOT = "{problem}"

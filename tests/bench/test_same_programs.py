@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from configs import polynomial
 from poly_epo_jax import main
 from poly_epo_jax.bench import stages
-from poly_epo_jax.bench.aot import programs
+from poly_epo_jax.bench.aot import command
 from poly_epo_jax.bench.workload import Workload, make_workload
 from poly_epo_jax.config.keys import Config, updates_per_step
 from poly_epo_jax.model.transformer import abstract_model
@@ -102,8 +102,8 @@ def test_programs_equal_those_of_a_run(tmp_path, caches, record, changes):
     update = stages.make_update(config, abstract_model(shape), mesh)
     state = update.init(jax.jit(lambda: stages.init_params(shape))())
     list(stages._update_stages(config, shape, update, state, workload, stages.stage_names(config)))
-    of_compiler = record(programs)
-    list(programs.compile_update(config, shape, mesh))
+    of_compiler = record(command)
+    list(command.compile_update(config, shape, mesh))
     for name, recorder in of_run.items():
         (text,) = set(recorder.texts)  # A run has exactly one program of each kind.
         assert of_bench[name].texts == [text], name

@@ -19,8 +19,7 @@ from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.rejudge.__main__ import main
 from poly_epo_jax.rejudge.inputs import RecordedTask, read_inputs, with_answers
-from poly_epo_jax.rejudge.judge_groups import CLUSTERINGS
-from poly_epo_jax.rejudge.judges import judge_configs
+from poly_epo_jax.rejudge.judges import CLUSTERINGS, judge_configs
 from poly_epo_jax.rejudge.results import RESULTS
 from poly_epo_jax.rejudge.sheets import SHEET, read_sheet
 from poly_epo_jax.tasks import PolynomialTask

@@ -12,8 +12,8 @@ from poly_epo_jax.config.keys import Config
 from poly_epo_jax.judges.variants import FIRST, Variant, permutation, variants
 from poly_epo_jax.metrics.agreement import adjusted_rand_index
 from poly_epo_jax.records.recorded_groups import RecordedGroup
-from poly_epo_jax.rejudge.judge_groups import CLUSTERINGS, judge_groups, timing_summary
-from poly_epo_jax.rejudge.results import advantages_of, clusters_in, compare, judge_results, read_clusterings
+from poly_epo_jax.rejudge.judges import CLUSTERINGS, judge_groups, read_clusterings, timing_summary
+from poly_epo_jax.rejudge.results import advantages_of, clusters_in, compare, judge_results
 from poly_epo_jax.set_rl import polychromic_advantages
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Group, Judge, JudgeFailure, Problem
 

@@ -168,7 +168,7 @@ def test_the_doctor_checks_the_result_of_the_judge():
     with pytest.raises(
         ValueError, match=r"^Returning\.cluster returned .* problem 'doctor': its ids are \[0, 0, 1, 2\]"
     ):
-        asyncio.run(doctor_servers._cluster(Returning(clustering([0, 0, 1, 2])), doctor_servers._group()))
+        asyncio.run(doctor_servers._cluster(Returning(clustering([0, 0, 1, 2])), doctor_servers.GROUP))
 
 
 COUNTED = np.arange(101)

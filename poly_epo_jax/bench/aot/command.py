@@ -1,19 +1,21 @@
 """Implements bench --compile_for=NAME: compiles a run's programs for a machine, and reports their estimated costs.
 
-The machine does not need to be available.
+Programs are compiled from array shapes. The machine does not need to be available.
 """
 
 import dataclasses
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 
 from poly_epo_jax.bench.aot.program_report import ProgramReport
-from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show_programs
 from poly_epo_jax.bench.aot.topology import device_rates, preset_devices
 from poly_epo_jax.bench.console import write_figures
@@ -21,11 +23,16 @@ from poly_epo_jax.config.keys import Config, ConfigError, MeshSection
 from poly_epo_jax.config.machines import MESHES
 from poly_epo_jax.memory_plan.plan import machine_of, make_plan
 from poly_epo_jax.model.config import ModelConfig
+from poly_epo_jax.model.decoding import decoding_weights
+from poly_epo_jax.model.transformer import abstract_model, param_shapes
 from poly_epo_jax.parallel.mesh import check_mesh
-from poly_epo_jax.parallel.sharding import make_mesh
+from poly_epo_jax.parallel.sharding import abstract_arrays, host_mesh, make_mesh, param_shardings, replicated
 from poly_epo_jax.rollouts import SAMPLERS
+from poly_epo_jax.rollouts.embedded import programs
+from poly_epo_jax.rollouts.embedded.slots import TURNOVER, cache_sizes, capacity
 from poly_epo_jax.startup.prepare import model_shape
-from poly_epo_jax.step.packing import row_tokens, rows_per_device
+from poly_epo_jax.step.packing import microbatch_rows, row_tokens, rows_per_device
+from poly_epo_jax.step.update import make_update
 
 
 def compile_for(config: Config, name: str, num_layers: int, output: Path, console: Console) -> dict[str, Any]:
@@ -88,7 +95,59 @@ def _on_machine(config: Config, name: str) -> Config:
     return dataclasses.replace(config, mesh=mesh)
 
 
-def _programs(config: Config, model_config: ModelConfig, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, Any]]:
+def _programs(config: Config, model_config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
     yield from compile_update(config, model_config, mesh)
     if SAMPLERS[config.rollouts.name].has_slots:
         yield from compile_decoding(config, model_config, mesh)
+
+
+def compile_update(config: Config, model_config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
+    """Compiles the programs of the update.
+
+    Args:
+      config: Configuration of the run.
+      model_config: Configuration of the model.
+      mesh: Mesh of the run.
+
+    Returns:
+      An iterator over (name, compiled program): log-probabilities and gradient of a microbatch, and the optimizer.
+    """
+    lowered = make_update(config, abstract_model(model_config), mesh).lower(
+        microbatch_rows(config, mesh.shape), row_tokens(config)
+    )
+    return ((name, program.compile()) for name, program in lowered.items())
+
+
+def compile_decoding(config: Config, model_config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
+    """Compiles weight conversion and decoding of the embedded sampler for one process, with the largest cache.
+
+    Args:
+      config: Configuration of the run.
+      model_config: Configuration of the model.
+      mesh: Mesh of the run.
+
+    Yields:
+      Pairs (name, compiled program): the conversion of the weights for decoding, and the loop over tokens.
+    """
+    local_mesh, train = host_mesh(mesh), config.train
+    requests = train.prompts_per_batch * train.num_generations
+    num_slots, _ = capacity(local_mesh, config.rollouts.max_concurrent, requests, train.num_generations)
+    size = cache_sizes(train.max_prompt_tokens + config.sampling.max_tokens)[-1]
+    with jax.set_mesh(local_mesh):
+        model = abstract_model(model_config)
+        params = abstract_arrays(param_shapes(model), param_shardings(model, local_mesh))
+        push = jax.jit(partial(decoding_weights, model_config)).lower(params)
+        compiled = push.compile()
+        yield "weights for decoding", compiled
+        weights = abstract_arrays(push.out_info, compiled.output_shardings)
+        start = programs.start.lower(model_config, num_slots, config.sampling.max_tokens, size)
+        state = abstract_arrays(start.out_info, start.compile().output_shardings)
+        stop_ids = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated(local_mesh))
+        sampling = {name: getattr(config.sampling, name) for name in ("temperature", "top_p", "top_k")}
+        turnover = max(1, num_slots // TURNOVER)
+        yield (
+            "decode",
+            programs.decode.jitted.lower(
+                model_config, weights, state, stop_ids, turnover=turnover, **sampling
+            ).compile(),
+        )

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 
 from poly_epo_jax.bench.aot.collectives import Collective, collective_of, ended_by
-from poly_epo_jax.bench.aot.hlo import Instruction, Program, array_bytes, loop_trips, nested
-from poly_epo_jax.bench.aot.matmul_flops import matmul_flops
+from poly_epo_jax.bench.aot.hlo import Instruction, Program, array_bytes, loop_trips, matmul_flops, nested
 from poly_epo_jax.model.experts import EXPERTS_SCOPE
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
@@ -156,7 +155,8 @@ def _compute(reader: _Reader, one: Instruction, computation: list[Instruction], 
     if one.opcode in FREE or one.opcode in ("while", "call", "conditional") or one.opcode.endswith("-done"):
         return 0.0
     found, rates = reader.found, reader.rates
-    flops = sum(matmul_flops(inner, shapes(within)) for inner, within in _parts(reader.program, one, computation))
+    parts = [(one, computation), *nested(reader.program, one)]
+    flops = sum(matmul_flops(inner, shapes(within)) for inner, within in parts)
     found.flops += times * flops
     if kernel := kernel_name(one):
         work = reader.kernel_flops(kernel)
@@ -183,10 +183,6 @@ def origin_of(instruction: Instruction) -> str:
         re.sub(r"\b(while|body|closed_call|checkpoint|jit\(\w+\)|cond)/", "", found[1]) if found else instruction.name
     )
     return "/".join(path.split("/")[-3:])
-
-
-def _parts(program: Program, one: Instruction, computation: list[Instruction]):
-    return [(one, computation), *nested(program, one)]
 
 
 def shapes(computation: list[Instruction]) -> dict[str, str]:

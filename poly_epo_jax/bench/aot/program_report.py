@@ -17,7 +17,6 @@ from poly_epo_jax.memory_plan.plan import Plan
 from poly_epo_jax.model import flops
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.experts import block_size
-from poly_epo_jax.model.flops import gradient_passes
 from poly_epo_jax.model.logprobs import chunk_size
 from poly_epo_jax.parallel.devices import device_name
 from poly_epo_jax.step.packing import row_tokens, rows_per_device
@@ -97,7 +96,7 @@ class ProgramReport:
 
     def _useful_flops(self, name: str) -> float:
         """Returns the FLOPs of the model in one run on one device, without recomputation, padding and masked pairs."""
-        passes = {"logprobs": 1.0, "gradient": gradient_passes(self._config, self._model_config)}.get(name, 0.0)
+        passes = {"logprobs": 1.0, "gradient": flops.gradient_passes(self._config, self._model_config)}.get(name, 0.0)
         lengths = self._workload.prompt_lengths, self._workload.response_lengths
         return (
             passes

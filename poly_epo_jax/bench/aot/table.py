@@ -69,8 +69,8 @@ def _kernel_sentences(programs: Mapping[str, Mapping[str, Any]]) -> Iterator[str
 
 
 def _costs(program: Mapping[str, Any]) -> Table:
-    table = console_table(("largest costs of the gradient, by origin",), ("s", "fraction"))
-    table.columns[0].no_wrap = False
+    origins = "largest costs of the gradient, by origin"
+    table = console_table((origins,), ("s", "fraction"), wrapped=origins)
     for origin, seconds in program["largest_costs"].items():
         table.add_row(origin, f"{seconds:.3f}", f"{seconds / program['total_seconds']:.0%}")
     return table

@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from poly_epo_jax.model import decoding
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.decoding import KVCache
 from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.parallel.sharding import ROWS
 from poly_epo_jax.rollouts.embedded.token_sampling import sample_tokens
@@ -47,7 +46,7 @@ class SlotState(NamedTuple):
     limit: jax.Array
     tokens: jax.Array
     logprobs: jax.Array
-    cache: KVCache
+    cache: decoding.KVCache
 
 
 def constrain_rows(state: SlotState) -> SlotState:
@@ -59,7 +58,8 @@ def constrain_rows(state: SlotState) -> SlotState:
     heads = PartitionSpec(ROWS, "tensor")
     cache = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, heads), state.cache)
     rest = jax.tree.map(
-        lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS)), state._replace(cache=KVCache((), ()))
+        lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS)),
+        state._replace(cache=decoding.KVCache((), ())),
     )
     return rest._replace(cache=cache)
 
@@ -117,7 +117,7 @@ prefill = Jit(decoding.prefill, static_argnums=0)
 @partial(jax.jit, donate_argnames="state")
 def insert(
     state: SlotState,
-    prefilled: KVCache,
+    prefilled: decoding.KVCache,
     rows: Int[Array, " R"],
     prompts: Int[Array, " R"],
     seeds: UInt32[Array, " R"],

@@ -17,7 +17,6 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import KVCache, gather_weights_over_fsdp
 from poly_epo_jax.parallel.mesh import row_shards
 from poly_epo_jax.rollouts.embedded import programs
-from poly_epo_jax.rollouts.embedded.programs import SlotState
 from poly_epo_jax.rollouts.embedded.token_sampling import INDEPENDENT
 from poly_epo_jax.types import Params, Sampling
 
@@ -102,7 +101,7 @@ class Slots:
         self._owner = np.full(num_slots, -1)  # Index of the job in each slot, or -1 if the slot is free.
         self._position = np.zeros(num_slots, np.int64)
         self._chunk, self._prefilled = -1, KVCache((), ())  # Index of the prefilled chunk of prompts, and its cache.
-        self._state: SlotState | None = None
+        self._state: programs.SlotState | None = None
 
     @property
     def is_done(self) -> bool:
@@ -139,7 +138,7 @@ class Slots:
         self._owner[rows] = -1
         return sorted(finished)
 
-    def _fit_cache(self) -> SlotState:
+    def _fit_cache(self) -> programs.SlotState:
         """Returns the state with a cache that is long enough for all active and starting sequences.
 
         The cache shrinks if a smaller size suffices with headroom, and grows only if a sequence no longer fits. A
@@ -155,7 +154,7 @@ class Slots:
         present = self._state.cache.length
         return programs.resize(self._state, size) if size < present or longest > present else self._state
 
-    def _refill(self, state: SlotState) -> SlotState:
+    def _refill(self, state: programs.SlotState) -> programs.SlotState:
         free = np.flatnonzero(self._owner < 0)
         while len(free) and self._next < len(self._jobs):
             chunk = self._jobs[self._next].prompt // self._max_prompts

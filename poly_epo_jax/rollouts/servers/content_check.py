@@ -29,6 +29,7 @@ import httpx
 import numpy as np
 from jaxtyping import Float, Int
 
+from poly_epo_jax.metrics.branching import shared_prefix
 from poly_epo_jax.rollouts.completion_check import completion_flaw
 from poly_epo_jax.rollouts.servers.dialect import Dialect, ServerCompletion
 from poly_epo_jax.rollouts.servers.evidence import (
@@ -215,8 +216,8 @@ class ContentCheck:
             score = self._reference.logprobs
             scored = await asyncio.to_thread(score, self._params, self._probe.prompt_ids, answer.token_ids)
             self._scores.append((answer.token_ids, scored))
-        best = max(self._scores, key=lambda score: _common(score[0], answer.token_ids), default=None)
-        if best is None or not (count := _common(best[0], answer.token_ids)):
+        best = max(self._scores, key=lambda score: shared_prefix(score[0], answer.token_ids), default=None)
+        if best is None or not (count := shared_prefix(best[0], answer.token_ids)):
             return None
         return float(np.abs(best[1][:count] - answer.logprobs[:count]).mean())
 
@@ -279,9 +280,3 @@ def make_probe(cache_block: int, max_sequence_tokens: int, vocab_size: int, stop
     length = min(2 * cache_block + GENERATED_TOKENS, max_sequence_tokens - num_generated)
     prompt_ids = np.random.default_rng(0).choice(choices, length)
     return Request("weight verification", prompt_ids.astype(np.int32), np.zeros(1, np.uint32), num_generated)
-
-
-def _common(one: Int[np.ndarray, " T"], other: Int[np.ndarray, " T"]) -> int:
-    """Returns the length of the common prefix of two token sequences."""
-    count = min(len(one), len(other))
-    return int(np.argmin([*(one[:count] == other[:count]), False]))

@@ -13,8 +13,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
-from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
+from poly_epo_jax.set_rl.groups import Scalars, as_features, returns_kind_of_input, subtract_mean
 from poly_epo_jax.set_rl.sets import check_set_size
 
 

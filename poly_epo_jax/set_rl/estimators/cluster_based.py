@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
-from poly_epo_jax.set_rl.groups import Scalars, as_features, cluster_sizes, rarity, subtract_mean
+from poly_epo_jax.set_rl.groups import Scalars, as_features, cluster_sizes, rarity, returns_kind_of_input, subtract_mean
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 _MIN_DISTINCT_FRACTION = 0.1  # minimum factor of DARLING, as in its authors' code

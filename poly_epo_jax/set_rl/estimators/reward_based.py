@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from poly_epo_jax.set_rl.array_kinds import returns_kind_of_input
-from poly_epo_jax.set_rl.groups import Scalars, as_features, subtract_mean
+from poly_epo_jax.set_rl.groups import Scalars, as_features, returns_kind_of_input, subtract_mean
 
 _MAX_BETA = 2.0**20  # as in the code of TTT-Discover, which doubles beta until it exceeds 1e6
 _BISECTION_STEPS = 64

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from poly_epo_jax.bench.aot.estimate import Rates, estimate_cost
-from poly_epo_jax.bench.aot.hlo import Instruction, parse
-from poly_epo_jax.bench.aot.matmul_flops import matmul_flops
+from poly_epo_jax.bench.aot.hlo import Instruction, matmul_flops, parse
 
 
 def counted(program_text: str, default_trip_count: int = 1) -> int:

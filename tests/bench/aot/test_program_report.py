@@ -9,9 +9,9 @@ import tiny_bench
 from rich.console import Console
 
 from configs import polynomial
+from poly_epo_jax.bench.aot.command import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.estimate import Rates
 from poly_epo_jax.bench.aot.program_report import ProgramReport
-from poly_epo_jax.bench.aot.programs import compile_decoding, compile_update
 from poly_epo_jax.bench.aot.table import show_programs
 from poly_epo_jax.memory_plan.plan import make_plan
 from poly_epo_jax.model import flops
