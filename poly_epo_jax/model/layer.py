@@ -181,8 +181,11 @@ def normalize(config: ModelConfig, x: Float[Array, "..."], weight: Float[Array, 
     return rms_norm(x, weight + config.norm_offset if config.norm_offset else weight, config.norm_eps)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Float[Array, "..."], weight: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
     """Computes x / rms(x) * weight, with the mean square in float32, and the product in the type of the weight.
+
+    The backward pass is written out, because XLA for TPUs stores float32 broadcasts of the derivative of the mean.
 
     Args:
       x: Inputs. The mean square is taken over as many of the last axes as the weight has.
@@ -192,9 +195,36 @@ def rms_norm(x: Float[Array, "..."], weight: Float[Array, "..."], eps: float) ->
     Returns:
       The normalized array, in the type of x.
     """
-    y, axes = x.astype(jnp.float32), tuple(range(-weight.ndim, 0))
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + eps)
-    return (_like(weight, x) * y.astype(weight.dtype)).astype(x.dtype)
+    return _forward_norm(x, weight, eps)[0]
+
+
+def _forward_norm(x, weight, eps):
+    y, _ = _divide_by_rms(x, weight, eps)
+    return (_like(weight, x) * y.astype(weight.dtype)).astype(x.dtype), (x, weight)
+
+
+def _backward_norm(eps, inputs, d_out):
+    x, weight = inputs
+    y, inverse_rms = _divide_by_rms(x, weight, eps)
+    d_out = d_out.astype(jnp.float32)
+    d_y = d_out * _like(weight, x).astype(jnp.float32)
+    d_x = inverse_rms * (d_y - y * _mean(d_y * y, weight))
+    d_weight = jnp.sum(d_out * y, axis=tuple(range(x.ndim - weight.ndim)))
+    return d_x.astype(x.dtype), d_weight.astype(weight.dtype)
+
+
+rms_norm.defvjp(_forward_norm, _backward_norm)
+
+
+def _divide_by_rms(x, weight, eps):
+    """Returns x / rms(x) and 1 / rms(x), in float32."""
+    x = x.astype(jnp.float32)
+    inverse_rms = jax.lax.rsqrt(_mean(x * x, weight) + eps)
+    return x * inverse_rms, inverse_rms
+
+
+def _mean(x, weight):
+    return jnp.mean(x, axis=tuple(range(-weight.ndim, 0)), keepdims=True)
 
 
 def _distinct_ropes(config: ModelConfig) -> list[Rope]:
