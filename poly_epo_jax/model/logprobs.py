@@ -147,10 +147,9 @@ def _forward(hidden, head, targets, wanted, temperature, chunk_tokens):
             largest = jnp.max(logits, axis=-1)
             shifted = logits - largest[:, None]
             total = jnp.sum(jnp.exp(shifted), axis=-1)
-            entropy = jnp.log(total) - jnp.sum(jnp.exp(shifted) * shifted, axis=-1) / total
             log_normalizer = largest + jnp.log(total)
             chosen = jnp.take_along_axis(logits, take_rows(targets, at)[:, None], axis=-1)[:, 0] - log_normalizer
-            values = chosen, entropy, log_normalizer
+            values = chosen, jnp.log(total) - jnp.sum(jnp.exp(shifted) * shifted, axis=-1) / total, log_normalizer
             return tuple(x.at[at].set(value, mode="drop") for x, value in zip(outputs, values, strict=True))
 
         zeros = jnp.zeros(targets.shape, jnp.float32)

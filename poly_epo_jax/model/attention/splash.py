@@ -50,8 +50,7 @@ def splash_attention(
     block = min(BLOCK, length + -length % LANES)
     # Without this constraint, XLA computes the norms and rotations of heads in the layout of the kernel, in which the
     # halves of a head share a tile, and transposes float32 arrays.
-    tokens_minor = Layout((0, 2, 3, 1))
-    q, k, v = (with_layout_constraint(x, tokens_minor) for x in pad_to_blocks(block, q * width**-0.5, k, v))
+    q, k, v = with_layout_constraint(pad_to_blocks(block, q * width**-0.5, k, v), Layout((0, 2, 3, 1)))
     segments = segments.padded(block)
     groups = _groups(len(q), steps(segments, block), q.shape[1] // block)
 
