@@ -29,7 +29,6 @@ from poly_epo_jax.model.hf import read_model_config
 from poly_epo_jax.model.lora import lora_fields
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.model.transformer import abstract_model
-from poly_epo_jax.parallel.mesh import shown_axes
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.step.packing import microbatch_rows
@@ -233,11 +232,9 @@ def table() -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for point, compiled in found().items():
-        plan, trained = point.plan(), f"LoRA, rank {point.rank}" if point.rank else "all weights"
-        rows, mesh = (
-            f"{point.rows} x {point.row_tokens:,}",
-            " x ".join(map(str, shown_axes(plan.machine.mesh).values())),
-        )
+        plan, trained = point.plan(), "LoRA" if point.rank else "all"
+        rows = f"{point.rows} x {point.row_tokens:,}"
+        mesh = ", ".join(f"{axis} {size}" for axis, size in plan.machine.mesh.items() if size > 1)
         held, planned = held_bytes(plan, compiled), plan.stage_bytes("gradient")
         sizes = f"{held / 1e9:.1f} | {planned / 1e9:.1f} | {planned / held:.2f}"
         yield f"| {plan.machine.device} | {point.model} | {trained} | {point.remat} | {rows} | {mesh} | {sizes} |"

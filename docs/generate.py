@@ -9,6 +9,7 @@ import importlib
 import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,14 @@ METRIC_GROUPS = {
 }
 """Headings of the logged metrics, by the first metric below each."""
 
+SHARED_FLAGS = re.compile(
+    r"^ +(--config FILE +configuration file or recipe, or FILE:METHOD,MACHINE"
+    r"|--print_config +print the configuration, one key per line"
+    r"|-h, --help +(print|show) this help.*)\n",
+    re.MULTILINE,
+)
+"""Lines of the help that the introduction of commands.md replaces."""
+
 
 def code(text: Any) -> str:
     """Returns inline code, or an empty string for an empty text."""
@@ -76,14 +85,17 @@ def help_of(name: str) -> str:
 
 def commands() -> str:
     """Returns the page of the commands."""
+    helps = {name: f"{help_of(module)}\n" for name, (module, _) in COMMANDS.items()}
+    configured = [code(name) for name, text in helps.items() if "--print_config" in text]
     parts = [
         "# Commands",
         NOTE,
         "Read this page to look up the flags of a command, as `--help` prints them. `poly-epo train --help` is short "
-        "for `python -m poly_epo_jax.main --help`. The commands with a flag `--config` also accept each "
-        "[configuration key](configuration.md) as `--config.KEY=VALUE`, and their `--help` lists the keys with the "
-        "values of the given configuration file. Printing the help takes about 5 s on a CPU core. `poly-epo --version` "
-        "prints the version.",
+        "for `python -m poly_epo_jax.main --help`. `poly-epo --version` prints the version.",
+        f"{', '.join(configured[:-1])} and {configured[-1]} also accept `--config FILE` (a configuration file or "
+        "recipe, or FILE:METHOD,MACHINE), `--print_config`, which prints the configuration with one key per line, and "
+        "each [configuration key](configuration.md) as `--config.KEY=VALUE`. Their `--help` lists the keys with the "
+        "values of `--config`, in about 5 s on a CPU core.",
         table(
             ("command", "Python module", "purpose"),
             [(code(f"poly-epo {name}"), code(module), purpose) for name, (module, purpose) in COMMANDS.items()],
@@ -92,8 +104,9 @@ def commands() -> str:
         "Ctrl-C, and 128 plus the number of another signal that stopped the command. "
         "[Troubleshooting](../how_to/troubleshooting.md) lists error messages.",
     ]
-    for name, (module, _) in COMMANDS.items():
-        parts.append(f"## poly-epo {name}\n\n```text\n{help_of(module)}\n```")
+    for name, text in helps.items():
+        shown = SHARED_FLAGS.sub("", text).rstrip().removesuffix("\n\noptions:")
+        parts.append(f"## poly-epo {name}\n\n```text\n{shown}\n```")
     parts.append("Next: [Configuration keys](configuration.md). Index: [Documentation](../README.md).")
     return "\n\n".join(parts) + "\n"
 
@@ -119,6 +132,14 @@ def type_name(declared: Any) -> str:
     return "None" if declared is type(None) else getattr(declared, "__name__", str(declared))
 
 
+def default_cell(declared: Any, default: Any) -> str:
+    """Returns a default value, with the declared type if the value does not determine it."""
+    kind = "" if declared is inspect.Parameter.empty else type_name(declared)
+    if default is inspect.Parameter.empty:
+        return f"required ({kind})"
+    return code(repr(default)) if kind in ("", type(default).__name__) else f"{code(repr(default))} ({kind})"
+
+
 def names(registry: Collection[str]) -> str:
     """Returns the names of a registry as inline code, with their titles if they have any."""
     found = []
@@ -134,8 +155,8 @@ def key_rows(keys: Iterable[tuple[str, dataclasses.Field[Any], Any]]) -> Iterato
         known, default = KNOWN_NAMES.get(key), list(value) if isinstance(value, tuple) else value
         limits = names(known) if known else allowed_values(field.metadata["check"])
         limits = f"options of the selected {code(REGISTRY_KEYS[key])}, see below" if key in REGISTRY_KEYS else limits
-        shown = "" if key in REGISTRY_KEYS else code(repr(default))
-        yield f'<a id="{key}"></a>{code(key)}', type_name(field.type), shown, field.metadata["meaning"], limits
+        shown = "" if key in REGISTRY_KEYS else default_cell(field.type, default)
+        yield f'<a id="{key}"></a>{code(key)}', shown, field.metadata["meaning"], limits
 
 
 def entry_of(key: str, name: str) -> Entry:
@@ -150,18 +171,24 @@ def option_rows(key: str) -> Iterator[tuple[str, ...]]:
     """Yields a table row for each option of each registry entry whose options are set by `key`."""
     for name in KNOWN_NAMES[REGISTRY_KEYS[key]]:
         for option in options_of(entry_of(key, name)).values():
-            default = "required" if option.default is inspect.Parameter.empty else code(repr(option.default))
-            limits = ", ".join(allowed_values(check) for check in checks_of(option)[1:])
-            kind = "" if option.annotation is inspect.Parameter.empty else type_name(option.annotation)
             if option.kind is inspect.Parameter.VAR_KEYWORD:
-                yield code(name), "any other option", "", "", ""
+                yield code(name), "any other option", "", ""
             else:
-                yield code(name), code(option.name), kind, default, limits
+                limits = ", ".join(allowed_values(check) for check in checks_of(option)[1:])
+                yield code(name), code(option.name), default_cell(option.annotation, option.default), limits
+
+
+def machine_rows() -> Iterator[tuple[str, ...]]:
+    """Yields a table row for each device kind, with the names and sizes of its machines in the same order."""
+    for kind in dict.fromkeys(mesh["device_kind"] for mesh in MESHES.values()):
+        machines = {name: mesh for name, mesh in MESHES.items() if mesh["device_kind"] == kind}
+        sizes = (", ".join(str(mesh[key]) for mesh in machines.values()) for key in ("num_devices", "processes"))
+        yield code(kind), ", ".join(code(f":{name}") for name in machines), *sizes
 
 
 def configuration() -> str:
     """Returns the page of the configuration keys."""
-    config, columns = Config(), ("key", "type", "default", "meaning", "allowed values")
+    config, columns = Config(), ("key", "default", "meaning", "allowed values")
     parts = [
         "# Configuration keys",
         NOTE,
@@ -170,8 +197,8 @@ def configuration() -> str:
         f"The defaults of the {sum(1 for _ in config.flat())} keys train polynomial solving on a laptop. A "
         "configuration file or [recipe](recipes.md), selected by `--config`, changes some of them, and "
         "`--config.KEY=VALUE` on the command line overrides the file: `--config.algo.set_size=8`. `--print_config` "
-        "prints the resulting values of all keys. Invalid values are rejected at startup with an error message that "
-        "names the key.",
+        "prints the resulting values of all keys. A value has the type of its default, unless the table states "
+        "another type. Invalid values are rejected at startup with an error message that names the key.",
         "A colon after the file or recipe selects a method, a machine or both, which set several keys: "
         "`--config=configs/polaris.py:grpo,h200x8`. See [methods](#methods) and [machines](#machines). Some "
         "[recipes](recipes.md#commands) accept further names.",
@@ -183,7 +210,7 @@ def configuration() -> str:
             for key in REGISTRY_KEYS:
                 if key.startswith(f"{name}."):
                     selector = REGISTRY_KEYS[key]
-                    rows = table((code(selector), "option", "type", "default", "allowed values"), option_rows(key))
+                    rows = table((code(selector), "option", "default", "allowed values"), option_rows(key))
                     parts += [f"Options of {code(selector)}, set with {code(f'--config.{key}.OPTION=VALUE')}:", rows]
     keys = list(dict.fromkeys(key for preset in METHOD_PRESETS.values() for key in preset))
     rows = [
@@ -192,13 +219,17 @@ def configuration() -> str:
     ]
     parts += ["## Methods", table(("name", *(code(f"algo.{key}") for key in keys)), rows)]
     parts.append("[Methods](methods.md) describes these and all other values of `algo.advantages`.")
-    keys = next(iter(MESHES.values()))
-    rows = [(code(f":{name}"), *(str(mesh[key]) for key in keys)) for name, mesh in MESHES.items()]
-    titles = [key if key == "processes" else code(f"mesh.{key}") for key in keys]
+    other = [
+        f"{code(f':{name}')}, where `mesh.data` is {mesh['data']}, `mesh.fsdp` is {mesh['fsdp']} and `mesh.tensor` is "
+        f"{mesh['tensor']}"
+        for name, mesh in MESHES.items()
+        if mesh["fsdp"] != mesh["num_devices"]
+    ]
     parts += [
         "## Machines",
-        "`processes` is the number of processes, one for each host.",
-        table(("name", *titles), rows),
+        "`mesh.fsdp` is the number of devices, and the other axes of the mesh are 1, except for "
+        f"{'; '.join(other)}. There is one process for each host.",
+        table(("`mesh.device_kind`", "names", "`mesh.num_devices`", "processes"), machine_rows()),
     ]
     parts.append("Next: [Recipes and studies](recipes.md). Index: [Documentation](../README.md).")
     return "\n\n".join(parts) + "\n"
@@ -207,9 +238,8 @@ def configuration() -> str:
 def evaluation_row(stem: str, metric: EvaluationMetric) -> tuple[str, ...]:
     """Returns the table row of an evaluation metric."""
     name = f"{stem}@k" if "k" in metric.parameters else stem
-    reads = ", ".join(code(array) for array in sorted(metric.parameters - {"k"}))
     during = "yes" if metric.parameters <= {"k", "rewards", "correct", "clusters"} else "no"
-    return code(name), metric.meaning.format(k="k"), reads, ", ".join(metric.tables) or "none", during
+    return code(name), metric.meaning.format(k="k"), during
 
 
 def metrics() -> str:
@@ -221,16 +251,16 @@ def metrics() -> str:
         "require attention.",
         "The row of a step in metrics.jsonl contains its metrics, and timing.jsonl contains times, memory, "
         "`checkpoints/corrupted` and `attention/disabled_kernels`. TensorBoard and Weights & Biases use the same "
-        "names. A metric whose subject does not exist is missing: without a judge, for example, cluster "
-        "metrics are missing. `PREFIX/*` stands for several names, such as `seconds/generate`.",
+        "names, and reports show the same meanings. A metric whose subject does not exist is missing, such as cluster "
+        "metrics without a judge. `PREFIX/*` stands for several names, such as `seconds/generate`.",
     ]
     groups: dict[str, list[tuple[str, ...]]] = {}
     rows: list[tuple[str, ...]] = []
     for name, metric in LOGGED_METRICS.items():
         rows = groups.setdefault(METRIC_GROUPS[name], []) if name in METRIC_GROUPS else rows
-        rows.append((code(name), metric.title, metric.meaning, metric.watch_for))
+        rows.append((code(name), metric.meaning, metric.watch_for))
     for heading, rows in groups.items():
-        parts += [f"## {heading}", table(("name", "title", "meaning", "watch for"), rows)]
+        parts += [f"## {heading}", table(("name", "meaning", "watch for"), rows)]
     parts += [
         "## Evaluation metrics",
         "The evaluate command computes these metrics for each problem and averages them over the problems. Those "
@@ -238,7 +268,7 @@ def metrics() -> str:
         "with `eval/`: `eval/pass@8`. k is a power of two, except for `pass@k` in evaluations, which is computed at "
         "every k. Clusters are the strategies that the judge finds.",
         table(
-            ("name", "meaning", "computed from", "shown in the tables of", "during training"),
+            ("name", "meaning", "during training"),
             [evaluation_row(stem, metric) for stem, metric in EVALUATION_METRICS.items()],
         ),
         "A configuration file can register further metrics of both kinds: [Extend](../how_to/extend.md).",

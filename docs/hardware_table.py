@@ -13,7 +13,7 @@ from poly_epo_jax.memory_plan.plan import make_plan, max_rows
 from poly_epo_jax.model.lora import lora_fields
 from poly_epo_jax.model.presets import PRESETS, preset_config
 from poly_epo_jax.parallel.devices import DEVICES, Machine
-from poly_epo_jax.parallel.mesh import AXES, shown_axes
+from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.startup.command_line import read_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +27,8 @@ MEMORY_FRACTION = 0.95
 ADAPTER = ("lora.rank=16", "model.param_dtype=bfloat16")
 MODELS = ("Qwen3-4B", "Qwen3-32B")
 BYTES = ("weights and moments, GB", "peak, GB")
+ROWS = tuple(f"{card} GB" for card in CARDS)
+"""Columns with the number of rows that fit on each card."""
 
 
 def table() -> str:
@@ -41,12 +43,13 @@ def main() -> None:
 
 
 def _one_gpu() -> Iterable[str]:
-    yield from _header("model", "trained", *BYTES, *(f"rows on {card} GB" for card in CARDS))
+    yield from _header("model", "trained", *BYTES, *ROWS)
     dense = (model for model in PRESETS if not preset_config(model).num_experts)  # others exceed these GPUs
     for model in dense:
-        for trained, keys in (("all weights", ()), ("LoRA, rank 16", ADAPTER)):
-            config = _read("gsm8k", "model.remat=full", "rollouts.max_concurrent=16", *keys)
-            yield _row(model, trained, *_on_cards(config, model))
+        for trained, keys in (("all", ()), ("LoRA", ADAPTER)):
+            cells = _on_cards(_read("gsm8k", "model.remat=full", "rollouts.max_concurrent=16", *keys), model)
+            if any(rows != "0" for rows in cells[len(BYTES) :]):
+                yield _row(model, trained, *cells)
     yield ""
 
 
@@ -57,23 +60,23 @@ def _adapters() -> Iterable[str]:
         "on other devices generate."
     )
     yield ""
-    yield from _header("row tokens", "remat", *BYTES, *(f"rows on {card} GB" for card in CARDS))
+    yield from _header("row tokens", "remat", BYTES[1], *ROWS)
     for tokens in (5_120, 8_192, 16_384, 32_768):
         for remat in ("full", "attention"):
             config = _read("polaris", f"train.row_tokens={tokens}", f"model.remat={remat}", *ADAPTER)
-            yield _row(f"{tokens:,}", remat, *_on_cards(config, "Qwen3-4B"))
+            yield _row(f"{tokens:,}", remat, *_on_cards(config, "Qwen3-4B")[1:])
     yield ""
 
 
 def _meshes() -> Iterable[str]:
     yield from ("### Machines", "")
     yield (
-        "The paper's run on the meshes of `config/machines.py`: Qwen3-4B and, with the same settings, Qwen3-32B. "
-        "Servers generate on GPUs, and the trainer on TPUs. Machines on which neither model fits are left out."
+        "The paper's run on the [machines](configuration.md#machines) on which it fits, with Qwen3-4B and, with the "
+        "same settings, Qwen3-32B. Servers generate on GPUs, and the trainer on TPUs."
     )
     yield ""
     sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (BYTES[1], "rows")]
-    yield from _header("mesh", "devices", "hosts", "data x fsdp x tensor", "limit, GB", *sizes)
+    yield from _header("machine", "devices", "limit, GB", *sizes)
     for name, mesh in MESHES.items():
         kind = mesh["device_kind"]
         if kind == "cpu":
@@ -82,9 +85,8 @@ def _meshes() -> Iterable[str]:
         machine, config = Machine(kind, axes, mesh["processes"]), _read(f"polaris:{name}")
         limit = int((DEVICES[kind].memory_bytes or 0) * DEVICES[kind].jax_share)
         planned = [cell for model in MODELS for cell in _planned(config, model, machine, limit)[1:]]
-        count, shape = f"{mesh['num_devices']} x {kind}", " x ".join(map(str, shown_axes(axes).values()))
         if set(map(str, planned[1::2])) != {"0"}:
-            yield _row(name, count, mesh["processes"], shape, f"{limit / 1e9:.0f}", *planned)
+            yield _row(name, mesh["num_devices"], f"{limit / 1e9:.0f}", *planned)
     yield ""
 
 
@@ -92,7 +94,8 @@ def _compiled() -> Iterable[str]:
     yield from ("### Compiled programs", "")
     yield (
         "Memory of the gradient of an update, compiled for a device of `h100x1`, `h100x8` or `v5p-8` with jax 0.10.2 "
-        "but not run, compared with the plan. `python benchmarks/memory_grid.py` compiles this grid."
+        "but not run, compared with the plan. Without a mesh, the program is for one device. `python "
+        "benchmarks/memory_grid.py` compiles this grid."
     )
     yield ""
     yield from runpy.run_path(str(ROOT / "benchmarks" / "memory_grid.py"))["table"]()

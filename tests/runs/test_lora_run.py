@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 LAST_STEP = 12
 CHANGES = {
     "lora.rank": 4,
+    "sampling.correlated": True,  # the points of a group must be the same after a restart
     "algo.kl_coef": 0.01,
     "train.num_steps": LAST_STEP,
     "train.prompts_per_minibatch": 8,  # one update per step

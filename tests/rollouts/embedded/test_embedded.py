@@ -195,10 +195,12 @@ def test_empty_prompts_raise_an_error(rollouts):
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-def test_tensor_parallel_tokens_match_one_device(groups):
+def test_tensor_parallel_tokens_match_one_device(rollouts, groups):
     """The weights are in float32. Heads, MLP and vocabulary are sharded over two devices, and rows over four."""
     sharded = make_rollouts(max_concurrent=16, mesh=make_mesh(2, 2, 2))
     assert_same_generations(generate(sharded, PROBLEMS, 4), groups)
+    correlated = [generate(sampler, PROBLEMS, 4, correlated=True) for sampler in (sharded, rollouts)]
+    assert_same_generations(*correlated)
 
 
 @pytest.mark.slow
