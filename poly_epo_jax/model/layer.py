@@ -139,8 +139,8 @@ def run_layer(
         log_decay = -jnp.exp(vector("log_decay_rate")) * jax.nn.softplus(step)
         beta = jax.nn.sigmoid(weights.project(h, "beta"))
         y = attend(LinearInputs(weights.project(h, "qkv"), weights.vector("conv"), log_decay, beta))
-        y = rms_norm(y, weights.vector("value_norm"), config.norm_eps)
-        return (y * jax.nn.silu(weights.project(h, "output_gate").astype(jnp.float32))).astype(h.dtype)
+        normalized: Any = rms_norm(y, weights.vector("value_norm"), config.norm_eps)
+        return (normalized * jax.nn.silu(weights.project(h, "output_gate").astype(jnp.float32))).astype(h.dtype)
 
     h = norm(x, "attention_norm")
     attended = linear_attention(h) if "conv" in weights else attention(h)
