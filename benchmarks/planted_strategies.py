@@ -50,12 +50,11 @@ def worded(demonstration: str, numbers: list[int], wording: str) -> str:
 def main(folder: Path) -> None:
     """Writes both files."""
     planted, task, rng = MultiplicationTask(digits=(3, 2)), MultiplicationProseTask(), np.random.default_rng(0)
-    no_tokens = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool)
     rows, sheet = [], [("problem", "response", "cluster")]
     for problem in task.held_out_problems[:NUM_PROBLEMS]:
         wordings = rng.choice(list(WORDINGS), NUM_RESPONSES).tolist()
         texts = [worded(planted.demonstration(problem, rng, STYLE), operands(problem), wording) for wording in wordings]
-        rewards = [task.reward(problem, Generation(*no_tokens, (text,), "stop", no_tokens[0])) for text in texts]
+        rewards = [task.reward(problem, Generation.from_turns(text)) for text in texts]
         of_problem = {"id": problem.id, "problem": problem.prompt, "answer": problem.answer}
         rows.append(of_problem | {"responses": texts, "rewards": rewards})
         sheet += [(problem.id, number, wording) for number, wording in enumerate(wordings, start=1)]

@@ -151,12 +151,16 @@ def names(registry: Collection[str]) -> str:
 
 def key_rows(keys: Iterable[tuple[str, dataclasses.Field[Any], Any]]) -> Iterator[tuple[str, ...]]:
     """Yields a table row for each key of `Section.flat`, with an anchor that is the name of the key."""
+    of_section = {key: field.metadata["meaning"] for key, field, _ in Config().judge.flat()}
     for key, field, value in keys:
         known, default = KNOWN_NAMES.get(key), list(value) if isinstance(value, tuple) else value
         limits = names(known) if known else allowed_values(field.metadata["check"])
         limits = f"options of the selected {code(REGISTRY_KEYS[key])}, see below" if key in REGISTRY_KEYS else limits
         shown = "" if key in REGISTRY_KEYS else default_cell(field.type, default)
-        yield f'<a id="{key}"></a>{code(key)}', shown, field.metadata["meaning"], limits
+        meaning, of_judge = field.metadata["meaning"], f"judge.{field.name}"
+        if key != of_judge and meaning == of_section.get(of_judge):
+            meaning, limits = f"as {code(of_judge)}", ""
+        yield f'<a id="{key}"></a>{code(key)}', shown, meaning, limits
 
 
 def entry_of(key: str, name: str) -> Entry:

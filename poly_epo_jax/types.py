@@ -84,6 +84,18 @@ class Generation:
     weight_versions: Int[np.ndarray, " T"]
     outcome: "Outcome | None" = None
 
+    @classmethod
+    def from_turns(cls, *turns: str, version: int = 0, outcome: "Outcome | None" = None) -> "Generation":
+        """Creates a generation from text alone, for tasks and judges, which do not read tokens.
+
+        Args:
+          *turns: Texts of the turns.
+          version: Weight version of the single placeholder token.
+          outcome: Outcome of the episode.
+        """
+        arrays = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool)
+        return cls(*arrays, turns, "stop", np.full(1, version), outcome)
+
     @property
     def text(self) -> str:
         """Concatenated text of all turns."""

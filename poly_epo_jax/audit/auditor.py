@@ -17,7 +17,9 @@ import numpy as np
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.judges.capacity import TOKENS_PER_FRAME, TOKENS_PER_VERDICT
+from poly_epo_jax.judges.paraphrase import Paraphraser
 from poly_epo_jax.judges.probes import PROBES, copy_of
+from poly_epo_jax.judges.reply import ReplyError
 from poly_epo_jax.judges.variants import FIRST, Variant
 from poly_epo_jax.metrics.agreement import degenerate_as_singletons, pairwise_agreement
 from poly_epo_jax.records.recorded_groups import RecordedGroup, read_generations
@@ -48,6 +50,7 @@ class Auditor:
         self._config, self._task = config, task
         self._judge = training_judge(config, task)
         self._second = make_judge(config.audit.judge, task) if JUDGES[config.audit.judge.name].clusters else None
+        self._paraphraser = Paraphraser(config.audit.paraphrase) if config.audit.paraphrase.url else None
 
     def sample(self, step: int, rows: Iterable[Row]) -> list[RecordedGroup]:
         """Returns the groups of a step that are audited: a random sample of those that the judge has clustered.
@@ -81,6 +84,9 @@ class Auditor:
             + f" ({count * millions:.3g} million tokens without the rubric)" * bool(section.url)
             for section, count in requests
         ]
+        if self._paraphraser:
+            tokens = num_groups * 2 * response / 1e6
+            parts.append(f"{num_groups:,} requests to audit.paraphrase.url ({tokens:.3g} million tokens)")
         return f"Audits of {num_groups:,} prompts: at most {' and '.join(parts)}, without repeated requests."
 
     async def _audit(self, step: int, group: RecordedGroup) -> Row:
@@ -89,14 +95,22 @@ class Auditor:
             asked["auditor"] = (self._second, group, FIRST)
         places = [] if group.turns else np.flatnonzero(np.array(group.clusters) != DEGENERATE_CLUSTER)
         place = int(places[zlib.crc32(group.name.encode()) % len(places)]) if len(places) else 0
-        for name, rules in PROBES.items() if len(places) else ():
+        probes, failures = dict(PROBES) if len(places) else {}, {}
+        if probes and self._paraphraser:
+            try:
+                rewritten = await self._paraphraser.rewrite(group.responses[place])
+                probes["paraphrase"] = (lambda _: rewritten,)
+            except ReplyError as error:
+                probes["paraphrase"], failures["paraphrase"] = (), f"{error.kind}: {error}"
+        for name, rules in probes.items():
             if copy := copy_of(group.responses[place], rules, group.problem, self._task):
                 added = dataclasses.replace(group, responses=(*group.responses, copy))
                 asked[name] = (self._judge, added, COPIED)
         replies = await asyncio.gather(*(_request(*one) for one in asked.values()))
         by_name = dict(zip(asked, replies, strict=True))
         found = {name: reply for name, reply in by_name.items() if isinstance(reply, np.ndarray)}
-        row = empty_row(step, group, {name: reply for name, reply in by_name.items() if isinstance(reply, str)})
+        failures |= {name: reply for name, reply in by_name.items() if isinstance(reply, str)}
+        row = empty_row(step, group, failures)
         if "auditor" in found:
             row["auditor"] = found.pop("auditor").tolist()
         recorded = degenerate_as_singletons(np.array(group.clusters))

@@ -105,21 +105,30 @@ class TaskSection(Section, name="task"):
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgeKeys(Section):
-    """Keys that select a judge and its server."""
+class ChatServerKeys(Section):
+    """Keys of an OpenAI-compatible server."""
 
-    name: str = key("exact", "name of the judge (none = no clusters, for methods that do not use them)")
-    options: Mapping[str, Any] = key({}, "keyword arguments of the judge, such as --config.judge.options.attempts=2")
     url: str = key("", "address of an OpenAI-compatible server, such as http://127.0.0.1:30001", URL)
-    model: str = key("", "name of the model on the judge server (empty = the first model that the server lists)")
-    api_key_env: str = key("", "environment variable with the API key of the judge server (empty = no key)")
-    max_concurrent: int = key(64, "maximum number of concurrent requests to the judge", Range(1, 65_536))
-    timeout_seconds: float = key(300.0, "timeout in seconds of one request to the judge", SECONDS)
+    model: str = key("", "name of the model on the server (empty = the first model that the server lists)")
+    api_key_env: str = key("", "environment variable with the API key of the server (empty = no key)")
+    max_concurrent: int = key(64, "maximum number of concurrent requests to the server", Range(1, 65_536))
+    timeout_seconds: float = key(300.0, "timeout in seconds of one request to the server", SECONDS)
     wait_seconds: float = key(
         600.0,
-        "maximum wait in seconds for a judge server that does not respond or limits the rate of requests",
+        "maximum wait in seconds for a server that does not respond or limits the rate of requests",
         Range(0, 10**6),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _JudgeEntryKeys(Section):
+    name: str = key("exact", "name of the judge (none = no clusters, for methods that do not use them)")
+    options: Mapping[str, Any] = key({}, "keyword arguments of the judge, such as --config.judge.options.attempts=2")
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeKeys(ChatServerKeys, _JudgeEntryKeys):  # fields of the last base class come first
+    """Keys that select a judge and its server."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +164,11 @@ class AuditorSection(JudgeKeys, name="audit.judge"):
 
 
 @dataclasses.dataclass(frozen=True)
+class ParaphraseSection(ChatServerKeys, name="audit.paraphrase"):
+    """Server of a model that writes the copies of the paraphrase probe. If url is empty, rules change the wording."""
+
+
+@dataclasses.dataclass(frozen=True)
 class AuditSection(Section, name="audit"):
     """Audits of the judge on logged steps, beside training. Keys audit.judge.* select a second judge, the auditor."""
 
@@ -172,6 +186,7 @@ class AuditSection(Section, name="audit"):
         Range(1, 1000, special=0),
     )
     judge: AuditorSection = AuditorSection()
+    paraphrase: ParaphraseSection = ParaphraseSection()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -228,11 +228,7 @@ def check_judge(run: RunContext) -> CheckResult:
 
 
 def _group() -> Group:
-    def generation(text: str) -> Generation:
-        ids = np.zeros(1, np.int32)
-        return Generation(ids, np.zeros(1, np.float32), np.ones(1, bool), (text,), "stop", np.zeros(1, np.int32))
-
-    return Group(PROBLEM, np.zeros(1, np.int32), tuple(map(generation, RESPONSES)))
+    return Group(PROBLEM, np.zeros(1, np.int32), tuple(map(Generation.from_turns, RESPONSES)))
 
 
 async def _cluster(judge: Judge, group: Group) -> Clustering | JudgeFailure | None:

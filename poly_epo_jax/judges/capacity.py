@@ -40,6 +40,7 @@ def capacity_warnings(
     max_tokens: int,
     context: int,
     tokens_per_verdict: int = TOKENS_PER_VERDICT,
+    section: str = "judge",
 ) -> list[str]:
     """Estimates the size of a request and its reply, and compares them with the limits of the judge.
 
@@ -50,6 +51,7 @@ def capacity_warnings(
       max_tokens: Maximum number of tokens of a reply.
       context: Maximum number of tokens of prompt and reply. 0 means unknown; the prompt is then not checked.
       tokens_per_verdict: Number of tokens of a reply per response.
+      section: Dotted name of the section of the judge.
 
     Returns:
       One sentence per exceeded limit.
@@ -57,10 +59,13 @@ def capacity_warnings(
     found, responses = [], load.num_responses
     reply = responses * tokens_per_verdict
     if reply > max_tokens:
-        schema = ", set judge.options.response_format=json_schema" if tokens_per_verdict > TOKENS_PER_VERDICT else ""
+        schema = (
+            f", set {section}.options.response_format=json_schema" if tokens_per_verdict > TOKENS_PER_VERDICT else ""
+        )
         found.append(
             f"The judge's reply for {responses} responses takes about {reply} tokens, which exceeds "
-            f"judge.options.max_tokens={max_tokens}; raise it{schema}, or lower the number of generations per prompt."
+            f"{section}.options.max_tokens={max_tokens}; raise it{schema}, or lower the number of generations per "
+            "prompt."
         )
     labels = TOKENS_PER_LABEL * (2 * load.num_turns - 1) if load.num_turns > 1 else 0
     longest = min(load.response_tokens + labels, math.ceil(max_response_chars / CHARS_PER_TOKEN))
@@ -70,6 +75,6 @@ def capacity_warnings(
         found.append(
             f"{responses} responses of {longest} tokens each, the rubric and the reply take about {needed} tokens, "
             f"which exceeds the judge's context of {context}; raise the context length of the server, or lower "
-            "judge.options.max_response_chars."
+            f"{section}.options.max_response_chars."
         )
     return found

@@ -1,4 +1,4 @@
-"""Client of the OpenAI-compatible server of a judge: address, API key, waiting, and the causes of failed requests."""
+"""Client of the OpenAI-compatible server of a model: address, API key, waiting, and the causes of failed requests."""
 
 import asyncio
 import collections
@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from poly_epo_jax.config.checks import VARIABLE
-from poly_epo_jax.config.keys import JudgeKeys
-from poly_epo_jax.judges.reply import ReplyError, read_error
+from poly_epo_jax.config.keys import ChatServerKeys
+from poly_epo_jax.judges.reply import ReplyError, read_error, read_model_name
 from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.http_client import (
     InvalidResponseError,
@@ -40,14 +40,14 @@ RATE_LIMITED = re.compile("rate_?limit|resource_?exhausted", re.IGNORECASE)
 
 
 class ChatServer:
-    """The server of a language model judge.
+    """The server of a language model.
 
     Attributes:
-      url: Value of `judge.url`.
+      url: Address of the server.
       counts: Number of repeated requests, as "retries", of training or, within an evaluation, of evaluations.
 
     Args:
-      section: Section `judge` of the configuration: URL, API key and request limits. "/v1" is appended to the URL
+      section: Section of the configuration: URL, model, API key and request limits. "/v1" is appended to the URL
         unless its path contains another API version, such as Gemini's /v1beta/openai.
 
     Raises:
@@ -55,8 +55,8 @@ class ChatServer:
         proxy that does not use HTTP.
     """
 
-    def __init__(self, section: JudgeKeys):
-        self.url, self._section = section.url.rstrip("/"), section
+    def __init__(self, section: ChatServerKeys):
+        self.url, self._section, self._model = section.url.rstrip("/"), section, section.model
         self._counts = {evaluates: collections.Counter[str]() for evaluates in (False, True)}
         self._api = self.url if VERSION.search(urlsplit(self.url).path + "/") else f"{self.url}/v1"
         self._key = _read_key(section.api_key_env, section.dotted("api_key_env"))
@@ -127,11 +127,21 @@ class ChatServer:
             self.counts["retries"] += failure.kind == "limited"
             await asyncio.sleep(max(delay, min(backoff_seconds(failures), left)))
 
-    async def wait_until_ready(self, needs_models: bool) -> None:
-        """Waits until the server responds.
+    async def model_name(self, client: httpx.AsyncClient) -> str:
+        """Returns the name of the model, which the server lists if it is not configured.
 
         Args:
-          needs_models: Whether the server must list its models. Otherwise, it may also respond that it does not.
+          client: Client from `open_client`.
+
+        Raises:
+          ReplyError: If the server does not list a model, or the request fails.
+        """
+        if not self._model:
+            self._model = read_model_name(await self.send(client, "GET", "/models"), self._section.NAME)
+        return self._model
+
+    async def wait_until_ready(self) -> None:
+        """Waits until the server responds. Unless the model is configured, the server must list its models.
 
         Raises:
           ServerError: If the server does not respond within `judge.wait_seconds`, or if it rejects the API key.
@@ -143,7 +153,7 @@ class ChatServer:
                 f"Judge {self.url}",
                 self._headers(),
                 self._proxy,
-                required=needs_models,
+                required=not self._section.model,
             )
         except ServerError as error:
             raise ServerError(self.without_key(str(error))) from None

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import httpx
 import numpy as np
 
 from poly_epo_jax.config.checks import NOT_EMPTY, one_of
@@ -16,7 +15,7 @@ from poly_epo_jax.config.keys import JudgeKeys
 from poly_epo_jax.judges.capacity import TOKENS_PER_FREE_VERDICT, TOKENS_PER_VERDICT, capacity_warnings
 from poly_epo_jax.judges.chat_server import ChatServer
 from poly_epo_jax.judges.prompt import ReplyKeys, build_messages, load_rubric, reply_schema, rubric_file
-from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_model_name, read_usage
+from poly_epo_jax.judges.reply import ReplyError, read_clustering, read_context, read_usage
 from poly_epo_jax.registry import Range
 from poly_epo_jax.system.digests import file_digests
 from poly_epo_jax.system.http_client import ServerError, backoff_seconds
@@ -86,11 +85,11 @@ class LLMJudge:
     ):
         if rationale_key == cluster_key:
             raise ValueError(
-                f"judge.options.rationale_key={rationale_key!r} must differ from judge.options.cluster_key; change one "
-                "of them."
+                f"{section.dotted('options')}.rationale_key={rationale_key!r} must differ from its cluster_key; change "
+                "one of them."
             )
         self._keys = ReplyKeys(rationale_key, cluster_key)
-        self._rubric = load_rubric(prompt_file, self._keys)
+        self._rubric = load_rubric(prompt_file, self._keys, section.NAME)
         (self._rubric_digest,) = file_digests([rubric_file(prompt_file)])
         self._single_message, self._response_format = single_message, response_format
         self._limits = {"temperature": temperature, max_tokens_key: max_tokens}
@@ -98,15 +97,12 @@ class LLMJudge:
         self._is_deterministic, self._has_warned = not (temperature or send_seed), False
         self._max_tokens, self._context_tokens = max_tokens, context_tokens
         self._max_response_chars = max_response_chars
-        self.model, self._listed_model, self._server = section.model, "", ChatServer(section)
+        self.model, self._section, self._server = section.model, section.NAME, ChatServer(section)
 
     async def __call__(self, question: str, responses: Sequence[str]) -> Clustering | JudgeFailure:
         """Clusters the responses to a question of another program, see `cluster`."""
-        ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)  # one token, which the judge does not read
-        generations = [
-            Generation(ids, logprobs, ids == 0, (response,), "stop", weight_versions=ids) for response in responses
-        ]
-        return await self.cluster(Group(Problem(question, question, answer=""), ids, tuple(generations)))
+        generations = tuple(map(Generation.from_turns, responses))
+        return await self.cluster(Group(Problem(question, question, answer=""), np.zeros(1, np.int32), generations))
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
         """Requests a clustering, with a rationale for each response. Returns the last failure if all attempts fail."""
@@ -116,10 +112,10 @@ class LLMJudge:
             while True:
                 seed = {"seed": _seed(group, attempt)} if self._send_seed else {}
                 try:
-                    body = {"model": await self._model_name(client), **request, **seed}
+                    body = {"model": await self._server.model_name(client), **request, **seed}
                     reply = await self._server.send(client, "POST", "/chat/completions", body)
                     self._server.counts.update(read_usage(reply))
-                    return read_clustering(reply, len(group.generations), self._keys)
+                    return read_clustering(reply, len(group.generations), self._keys, self._section)
                 except ReplyError as error:
                     if attempt == self._attempts or not self._is_retried(error):
                         return JudgeFailure(error.kind, self._sentence(error))
@@ -134,7 +130,7 @@ class LLMJudge:
         Raises:
           ServerError: If the server does not respond within `judge.wait_seconds`, or if it rejects the API key.
         """
-        await self._server.wait_until_ready(needs_models=not self.model)
+        await self._server.wait_until_ready()
 
     async def identity(self) -> dict[str, str]:
         """Returns the name of the model, which the server lists if `judge.model` is empty, and the rubric's digest.
@@ -144,9 +140,11 @@ class LLMJudge:
         """
         try:
             async with self._server.open_client() as client:
-                model = await self._model_name(client)
+                model = await self._server.model_name(client)
         except ReplyError as error:
-            text = f"Failed to get the model name of the judge at {self._server.url}: {error}. Set judge.model."
+            text = (
+                f"Failed to get the model name of the judge at {self._server.url}: {error}. Set {self._section}.model."
+            )
             raise ServerError(self._server.without_key(text)) from None
         return {"judge.model": model, "judge.options.prompt_file": self._rubric_digest}
 
@@ -159,7 +157,9 @@ class LLMJudge:
                     context = read_context(await self._server.send(client, "GET", "/models"), self.model)
         has_schema = self._response_format == "json_schema"
         per_verdict = TOKENS_PER_VERDICT if has_schema else TOKENS_PER_FREE_VERDICT
-        return capacity_warnings(load, self._rubric, self._max_response_chars, self._max_tokens, context, per_verdict)
+        return capacity_warnings(
+            load, self._rubric, self._max_response_chars, self._max_tokens, context, per_verdict, self._section
+        )
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers of retried requests, shortened responses and tokens since the last call."""
@@ -180,18 +180,13 @@ class LLMJudge:
             return request | {"response_format": {"type": "json_schema", "json_schema": schema}}
         return request if self._response_format == "none" else request | {"response_format": {"type": "json_object"}}
 
-    async def _model_name(self, client: httpx.AsyncClient) -> str:
-        if not (self.model or self._listed_model):
-            self._listed_model = read_model_name(await self._server.send(client, "GET", "/models"))
-        return self.model or self._listed_model
-
     def _is_retried(self, error: ReplyError) -> bool:
         if error.kind in INVALID and self._is_deterministic:
             if not self._has_warned:
                 self._has_warned = True
                 print(
                     f"Warning: {self._sentence(error)} Invalid replies are not requested again, because "
-                    "judge.options.temperature=0 and send_seed=False would give the same reply.",
+                    f"{self._section}.options.temperature=0 and send_seed=False would give the same reply.",
                     file=sys.stderr,
                 )
             return False

@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from poly_epo_jax.types import Generation, HasAnswers, Problem, Strategic, Task
 
 SYNONYMS = {
@@ -91,8 +89,7 @@ def copy_of(text: str, rules: tuple[Callable[[str], str], ...], problem: Problem
 
 def _meaning(text: str, problem: Problem, task: Task) -> tuple[Any, Any]:
     """Returns the strategy and the answer of a response. They are None if the task does not determine them."""
-    arrays = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool)
-    generation = Generation(*arrays, (text,), "stop", np.zeros(1, int))
+    generation = Generation.from_turns(text)
     return (
         task.strategy(problem, generation) if isinstance(task, Strategic) else None,
         task.answer(problem, generation) if isinstance(task, HasAnswers) else None,

@@ -41,23 +41,24 @@ def rubric_file(prompt_file: str) -> Path:
     return Path(prompt_file) if prompt_file else Path(__file__).with_name("rubric.md")
 
 
-def load_rubric(prompt_file: str, keys: ReplyKeys = DEFAULT_KEYS) -> str:
+def load_rubric(prompt_file: str, keys: ReplyKeys = DEFAULT_KEYS, section: str = "judge") -> str:
     """Reads the rubric, which still contains the placeholder `{num_responses}` for N.
 
     Args:
       prompt_file: Path of a text file. If empty, the rubric of the package is used.
       keys: Names of the entries of a reply, which replace the names in the rubric of the package.
+      section: Dotted name of the section of the judge, for error messages.
 
     Raises:
       ValueError: If the file does not exist or is not UTF-8 text.
     """
-    file = rubric_file(prompt_file)
+    file, option = rubric_file(prompt_file), f"{section}.options.prompt_file={prompt_file}"
     if not file.is_file():
-        raise ValueError(f"judge.options.prompt_file={prompt_file} is not a file; correct the path, or leave it empty.")
+        raise ValueError(f"{option} is not a file; correct the path, or leave it empty.")
     try:
         rubric = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"judge.options.prompt_file={prompt_file} is not UTF-8 text: {error.reason}.") from error
+        raise ValueError(f"{option} is not UTF-8 text: {error.reason}.") from error
     if prompt_file:
         return rubric
     names = dict(zip(DEFAULT_KEYS, keys, strict=True))

@@ -34,13 +34,16 @@ class ReplyError(Exception):
         self.kind = kind
 
 
-def read_clustering(body: bytes, num_responses: int, keys: ReplyKeys = DEFAULT_KEYS) -> Clustering:
+def read_clustering(
+    body: bytes, num_responses: int, keys: ReplyKeys = DEFAULT_KEYS, section: str = "judge"
+) -> Clustering:
     """Parses the clustering in a chat completion.
 
     Args:
       body: Body of the HTTP response.
       num_responses: Number N of responses that were requested to be clustered.
       keys: Names of the entries of a reply.
+      section: Dotted name of the section of the judge, for error messages.
 
     Returns:
       Cluster ids in 1..N or 100, with rationales.
@@ -49,8 +52,7 @@ def read_clustering(body: bytes, num_responses: int, keys: ReplyKeys = DEFAULT_K
       ReplyError: If the body is not a chat completion, the reply is incomplete, or its content does not match
         `reply_schema`.
     """
-    name, content = _content(_parse(body.decode(errors="replace"), "the completion"))
-    content = THINK_BLOCKS.sub("", content).strip()
+    name, content = read_content(body, f"raise {section}.options.max_tokens")
     fenced = CODE_FENCE.fullmatch(content)
     verdicts = _parse(fenced[2] if fenced else content, name)
     names = [str(number) for number in range(1, num_responses + 1)]
@@ -65,8 +67,12 @@ def read_clustering(body: bytes, num_responses: int, keys: ReplyKeys = DEFAULT_K
     return Clustering(np.array(ids, np.int32), rationales)
 
 
-def read_model_name(body: bytes) -> str:
+def read_model_name(body: bytes, section: str = "judge") -> str:
     """Returns the name of the first model in a list of models.
+
+    Args:
+      body: Body of the HTTP response.
+      section: Dotted name of the section of the judge, for error messages.
 
     Raises:
       ReplyError: If the list is empty or malformed.
@@ -74,7 +80,7 @@ def read_model_name(body: bytes) -> str:
     match _parse(body.decode(errors="replace"), "the list of models"):
         case {"data": [{"id": str(name)}, *_]}:
             return name
-    raise ReplyError("malformed", "/v1/models does not list a model; set judge.model")
+    raise ReplyError("malformed", f"/v1/models does not list a model; set {section}.model")
 
 
 def read_context(body: bytes, model: str) -> int:
@@ -123,9 +129,17 @@ def read_error(body: bytes) -> dict[str, Any]:
     return {}
 
 
-def _content(completion: Any) -> tuple[str, str]:
-    """Returns the text of a completion, after its name for error messages."""
-    match completion:
+def read_content(body: bytes, remedy: str) -> tuple[str, str]:
+    """Returns the text of a chat completion without think blocks, after its name for error messages.
+
+    Args:
+      body: Body of the HTTP response.
+      remedy: Remedy if the text reached its token limit, for the error message.
+
+    Raises:
+      ReplyError: If the body is not a chat completion, or the text is incomplete or empty.
+    """
+    match completion := _parse(body.decode(errors="replace"), "the completion"):
         case {"choices": [{"finish_reason": str(finish_reason), "message": {**message}}, *_]}:
             pass
         case _:
@@ -136,7 +150,7 @@ def _content(completion: Any) -> tuple[str, str]:
     texts = [(name, text) for name, text in fields.items() if isinstance(text, str) and text.strip()]
     if finish_reason == "length":
         place = "" if texts and texts[0][0] == "content" else " before its content began"
-        raise ReplyError("truncated", f"the reply reached its token limit{place}; raise judge.options.max_tokens")
+        raise ReplyError("truncated", f"the reply reached its token limit{place}; {remedy}")
     if finish_reason == "content_filter":
         raise ReplyError("truncated", "the server's content filter stopped the reply")
     if finish_reason != "stop":
@@ -148,7 +162,7 @@ def _content(completion: Any) -> tuple[str, str]:
             raise ReplyError("malformed", "the content of the reply is a list of parts, but must be a string")
     if not texts:
         raise ReplyError("malformed", "the reply is empty")
-    name, text = texts[0]
+    name, text = texts[0][0], THINK_BLOCKS.sub("", texts[0][1]).strip()
     return "the reply" if name == "content" else f"the content of the reply is empty, and its {name}", text
 
 

@@ -15,8 +15,8 @@ from jaxtyping import Float, Shaped
 
 from poly_epo_jax.metrics.diversity import correct_clusters, incorrect_clusters
 from poly_epo_jax.metrics.intervals import ROUNDING
-from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, majority_at_k
-from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
+from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, majority
+from poly_epo_jax.metrics.pass_at_k import best_of_k, is_covered, pass_at_k
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.system.user_code import user_line
 
@@ -78,13 +78,6 @@ class EvaluationMetric:
         return candidates if "k" in self.parameters else (None,)
 
 
-@functools.lru_cache(maxsize=32)
-def _majority(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `majority_at_k` of arrays given as bytes. The cache avoids a second computation for the vote share."""
-    shape = num_problems, -1
-    return majority_at_k(np.frombuffer(answers, int).reshape(shape), np.frombuffer(correct, bool).reshape(shape), k)
-
-
 EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
     {
         PASS: EvaluationMetric(
@@ -107,13 +100,13 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             is_fraction=True,
         ),
         MAJORITY_ACCURACY: EvaluationMetric(
-            lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[0],
+            lambda answers, correct, k: majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[0],
             "majority@{k} accuracy",
             "Accuracy of the most frequent answer among {k} generations. Ties are broken at random.",
             is_fraction=True,
         ),
         MAJORITY_VOTE_SHARE: EvaluationMetric(
-            lambda answers, correct, k: _majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[1],
+            lambda answers, correct, k: majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[1],
             "majority@{k} vote share",
             "Fraction of {k} generations that give the most frequent answer.",
             is_fraction=True,
@@ -126,6 +119,16 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             is_fraction=True,
             tables=(),
         ),
+        **{
+            f"cover@{tau}": EvaluationMetric(
+                functools.partial(is_covered, tau),
+                f"cover@{tau}",
+                f"Problems with at least {tau:.0%} correct generations (plug-in estimate).",
+                is_fraction=True,
+                tables=("evaluate",),
+            )
+            for tau in (0.2, 0.5, 0.8)
+        },
         "answer_entropy": EvaluationMetric(
             answer_entropy,
             "answer entropy",

@@ -1,5 +1,6 @@
 """majority@k: the accuracy and vote share of the most frequent answer among k generations."""
 
+import functools
 import itertools
 import math
 
@@ -101,3 +102,10 @@ def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np
     """
     sizes = [np.unique(ids, return_counts=True)[1] for ids in answers]
     return np.array([entropy(counts) for counts in sizes], dtype=np.float64)
+
+
+@functools.lru_cache(maxsize=32)
+def majority(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `majority_at_k` of arrays given as bytes. The cache avoids a second computation for the vote share."""
+    shape = num_problems, -1
+    return majority_at_k(np.frombuffer(answers, int).reshape(shape), np.frombuffer(correct, bool).reshape(shape), k)

@@ -1,7 +1,7 @@
-"""pass@k, the probability that one of k generations is correct, and the expected best reward of k generations."""
+"""pass@k, the expected best reward of k generations, and Cover@tau."""
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 
 def pass_at_k(num_generations: int, num_correct: Int[np.ndarray, " P"], k: int) -> Float[np.ndarray, " P"]:
@@ -44,3 +44,18 @@ def best_of_k(rewards: Float[np.ndarray, "P m"], k: int) -> Float[np.ndarray, " 
     # A subset has its largest reward among the i smallest rewards if it contains none of the m - i others.
     in_smallest = 1 - pass_at_k(num_generations, np.arange(num_generations, -1, -1), k)
     return np.sort(rewards, axis=1) @ np.diff(in_smallest)
+
+
+def is_covered(tau: float, correct: Bool[np.ndarray, "P m"]) -> Float[np.ndarray, " P"]:
+    """Returns 1 for each problem with a fraction of correct generations of at least tau, otherwise 0.
+
+    The mean over problems is the plug-in estimate of Cover@tau (arXiv:2510.08325), the fraction of problems whose
+    probability of a correct generation is at least tau. It is biased by problems with a probability near tau, and
+    consistent in m. Unbiased estimates do not exist, because the expectation of any function of m generations is a
+    polynomial in the probability.
+
+    Args:
+      tau: Fraction, in (0, 1].
+      correct: Whether each of the m generations of P problems is correct.
+    """
+    return (correct.mean(axis=1) >= tau).astype(float)

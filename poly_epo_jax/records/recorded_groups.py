@@ -41,16 +41,14 @@ class RecordedGroup:
             from which the language model judge derives the seeds of its requests.
           order: Permutation of the indices of the responses.
         """
-        arrays = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool)
-        versions = np.full(1, seed)
 
         def generation(index: int) -> Generation:
             if self.turns is None:
-                return Generation(*arrays, (self.responses[index],), "stop", versions)
+                return Generation.from_turns(self.responses[index], version=seed)
             outcome = Outcome(self.rewards[index], self.strategies[index])
-            return Generation(*arrays, self.turns[index], "stop", versions, outcome)
+            return Generation.from_turns(*self.turns[index], version=seed, outcome=outcome)
 
-        return Group(self.problem, arrays[0], tuple(generation(index) for index in order))
+        return Group(self.problem, np.zeros(1, np.int32), tuple(generation(index) for index in order))
 
 
 def read_generations(rows: Iterable[Row]) -> list[RecordedGroup]:

@@ -48,7 +48,7 @@ KNOWN_NAMES: dict[str, Collection[str]] = {
 
 # Patterns of passwords and queries in addresses by key. In values of other keys, such as templates, a ? is accepted.
 _SECRETS = {
-    **dict.fromkeys(("judge.url", "audit.judge.url", "rollouts.urls"), "[@?#]"),
+    **dict.fromkeys(("judge.url", "audit.judge.url", "audit.paraphrase.url", "rollouts.urls"), "[@?#]"),
     **dict.fromkeys(("--models", "--judge"), r"://\S*@|://[^\s,]*[?#]"),  # addresses with labels
 }
 
@@ -189,8 +189,9 @@ def refuse_passwords(value: Any, key: str = "") -> None:
         variable = re.search(r"api_key_env=([^,]+)", f"{key}={value}")
         if variable and not VARIABLE.fullmatch(variable[1]) and variable[1] not in os.environ:
             raise ConfigError(
-                "judge.api_key_env must be the name of an environment variable, such as GEMINI_API_KEY; store the API "
-                "key in the variable, because the value of judge.api_key_env is printed and stored."
+                f"{key if key.endswith('.api_key_env') else 'judge.api_key_env'} must be the name of an environment "
+                "variable, such as GEMINI_API_KEY; store the API key in the variable, because this value is printed "
+                "and stored."
             )
 
 

@@ -42,6 +42,7 @@ MUTABLE_KEYS = (
     "audit.every",
     "audit.num_prompts",
     "audit.wait_seconds",
+    "audit.paraphrase.",
     "audit.stop_inflation",
     "judge.url",
     "judge.api_key_env",

@@ -1,11 +1,13 @@
 """Tests of audits of judges with known faults, their resumption, and runs whose auditor sleeps or is dead."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from fakes import PATIENCE, ByLetter, LetterJudge
@@ -21,6 +23,7 @@ from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, METRICS
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.read_config import training_judge
+from poly_epo_jax.system import http_client
 from poly_epo_jax.system.json_files import append_rows, read_rows
 from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.tasks import TASKS
@@ -193,6 +196,48 @@ def test_failures_are_rows_and_requests_without_a_reply_are_repeated(tmp_path: P
     assert not [*missing_audits(run, Auditor(config_of("Perfect"), TASK), 2, 5)]
 
 
+def test_a_second_model_writes_the_paraphrases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reply: dict[str, Any] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "writer"}]})
+        body = json.loads(request.content)
+        text = body["messages"][-1]["content"].replace(*reply["changes"])
+        assert body["model"] == "writer" and request.headers["authorization"] == "Bearer secret"
+        message = {"role": "assistant", "content": f"<think>so</think>{text} That is all."}
+        return httpx.Response(reply["status"], json={"choices": [{"finish_reason": reply["end"], "message": message}]})
+
+    monkeypatch.setattr(http_client, "open_transport", lambda proxy: httpx.MockTransport(answer))
+    monkeypatch.setenv("WRITER_KEY", "secret")
+    keys: Any = {"audit.paraphrase.url": "http://localhost:9", "audit.paraphrase.api_key_env": "WRITER_KEY"}
+    found = {}
+    for name, changes, end, status in (
+        ("reworded", (".", " holds."), "stop", 200),
+        ("moved", ("(", "(3, 4), ("), "stop", 200),
+        ("another answer", (")", "0)"), "stop", 200),
+        ("cut off", (".", "."), "length", 200),
+        ("secret", (".", "."), "stop", 500),
+    ):
+        reply |= {"changes": changes, "end": end, "status": status}
+        run = write_run(tmp_path / name, steps=(2,))
+        rate = audited(run, config_of("Padded", **keys))["paraphrase"]
+        failures = {row["failures"].get("paraphrase", "") for row in read_rows(run / AUDIT, AUDITED)}
+        found[name] = (rate and (rate["mean"], rate["num_problems"]), {one.partition(":")[0] for one in failures})
+        assert "secret" not in "".join(failures)
+    assert found == {
+        "reworded": ((1.0, 8), {""}),
+        "moved": ((1.0, 8), {""}),  # the last point is the answer
+        "another answer": (None, {""}),  # not a copy, because its answer differs
+        "cut off": (None, {"truncated"}),
+        "secret": (None, {"unavailable"}),
+    }
+    auditor = Auditor(config_of("Perfect", **keys), TASK)
+    assert len(next(missing_audits(run, auditor, 2, 5))[1]) == 8  # the failed requests are repeated
+    assert "and 8 requests to audit.paraphrase.url (0.00" in auditor.cost(8)
+    assert "paraphrase.url" not in Auditor(config_of("Perfect"), TASK).cost(8)
+
+
 def test_an_exception_of_a_judge_is_a_failure(tmp_path: Path):
     run = write_run(tmp_path / "run", steps=(2,))
     audited(run, config_of("Raises"))
@@ -311,6 +356,7 @@ def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path, capsys: pyte
         (["judge.verify=second"], "audit.judge.name"),
         (["audit.stop_inflation=1.5"], "audit.judge.name"),
         (["audit.judge.name=llm"], "audit.judge.url"),
+        (["audit.paraphrase.url=localhost"], "audit.paraphrase.url"),
         (["audit.judge.options.error_rat=0.5", "audit.judge.name=exact"], "error_rat"),
     ],
 )

@@ -317,7 +317,7 @@ def test_tables_fit_80_columns_and_name_the_intervals(tmp_path: Path):
     cells = [cell.strip() for cell in widest.strip("│").split("│")]
     assert cells[:2] == ["majority@64 vote share", "base"] and re.fullmatch(r"0\.500 \[0\.\d{3}, 0\.\d{3}\]", cells[2])
     assert "mean [95% interval]" in capture.get()
-    assert sum("grpo-trained" in line for line in lines) == 5 and "…" not in capture.get()
+    assert sum("grpo-trained" in line for line in lines) == 8 and "…" not in capture.get()
     assert found[0]["intervals"] == INTERVALS
 
 

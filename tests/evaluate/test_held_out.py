@@ -110,6 +110,10 @@ def test_metrics_are_means_over_all_subsets(size: int):
     expected = {
         "eval/reward": np.mean([int(text[1:]) / 10 for text in everything]),
         "eval/solved": np.mean([any(text[1:] == "10" for text in texts) for texts in responses.values()]),
+        **{
+            f"eval/cover@{tau}": np.mean([sum(t[1:] == "10" for t in ts) / size >= tau for ts in responses.values()])
+            for tau in (0.2, 0.5, 0.8)
+        },
         "eval/degenerate_fraction": np.mean([text[0] == "?" for text in everything]),
         "eval/judge_failed_problems": 0,
     }

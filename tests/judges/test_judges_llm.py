@@ -300,11 +300,26 @@ def test_the_judge_waits_for_a_starting_server(serve):
     assert judge.metrics()["judge/retries"] == 0.0
 
 
-def test_errors_of_an_auditor_name_its_keys():
-    auditor = LLMJudge(
-        PolynomialTask(), AuditorSection(**dict[str, Any](SECTION | {"url": "http://127.0.0.1:1"})), **OPTIONS
-    )
-    assert "correct audit.judge.url" in failure(auditor).reason
+def test_messages_of_an_auditor_name_its_keys(serve, tmp_path, capsys):
+    def auditor(**changes) -> LLMJudge:
+        keys = {"url": changes.pop("url", URL), "model": changes.pop("model", "judge-1")}
+        return LLMJudge(PolynomialTask(), AuditorSection(**dict[str, Any](SECTION | keys)), **OPTIONS | changes)
+
+    assert "correct audit.judge.url" in failure(auditor(url="http://127.0.0.1:1")).reason
+    for options in ({"prompt_file": str(tmp_path)}, {"rationale_key": "cluster"}):
+        with pytest.raises(ValueError, match=f"^audit.judge.options.{next(iter(options))}"):
+            auditor(**options)
+    serve(completion(REPLY, finish_reason="length"))
+    assert "raise audit.judge.options.max_tokens" in failure(auditor(attempts=1)).reason
+    assert "audit.judge.options.temperature=0" not in capsys.readouterr().err
+    failure(auditor(temperature=0.0, send_seed=False))
+    asyncio.run(warn_capacity(auditor(context_tokens=1), JudgeLoad(100, 100, 100)))
+    warnings = capsys.readouterr().err
+    for option in ("temperature=0", "max_tokens=1024; raise", "max_response_chars."):
+        assert f"audit.judge.options.{option}" in warnings
+    serve(b"{}")
+    with pytest.raises(servers.ServerError, match=r"set audit.judge.model.* Set audit.judge.model"):
+        asyncio.run(auditor(model="").identity())
 
 
 def test_a_port_without_a_server_is_unreachable():

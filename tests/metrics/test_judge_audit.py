@@ -62,7 +62,11 @@ def covered(found: dict[str, Any] | None, truth: float) -> bool:
 
 @pytest.mark.slow
 def test_intervals_cover_the_values_of_a_judge_of_known_error():
-    """In each request, the judge moves each response to its own cluster with probability 0.2."""
+    """In each request, the judge moves each response to its own cluster with probability 0.2.
+
+    A second judge moves the last two responses of each request. It assigns half of the copies with an
+    announcement, and a tenth of those with a continuation, to another cluster.
+    """
     error, num_strategies = 0.2, 3
     rng = np.random.default_rng(0)
 
@@ -78,22 +82,31 @@ def test_intervals_cover_the_values_of_a_judge_of_known_error():
     joined = (1 - error) ** 2
     repetition = 2 * joined * (1 - joined) / num_strategies
     paraphrase = 1 - joined
-    hits = dict.fromkeys(("inflation", "repetition", "paraphrase"), 0)
+    # Of the 28 pairs, 15 do not contain one of two responses: the last two of the recorded order, or a random two.
+    order = 2 * (15 / 28) * (13 / 28) / num_strategies
+    expected = {"repetition": repetition, "paraphrase": paraphrase, "order": order}
+    expected |= {"announcement": 0.5, "padding": 0.1}
+    hits = dict.fromkeys(("inflation", *expected), 0)
     pairs = np.triu_indices(RESPONSES, 1)
     for _ in range(RUNS):
         truth = rng.integers(0, num_strategies, (PROMPTS, RESPONSES))
         first, second = judged(truth), judged(truth)
         counts = [(num_clusters(ids), num_clusters(true)) for ids, true in zip(first, truth, strict=True)]
-        verdicts = [ids[:, pairs[0]] == ids[:, pairs[1]] for ids in (first, second)]
+        places = rng.permuted(np.tile(np.arange(RESPONSES), (PROMPTS, 1)), axis=1)
+        moved = [(place >= RESPONSES - 2) * (10 + np.arange(RESPONSES)) for place in (np.arange(RESPONSES), places)]
+        requests = (first, second, *(np.where(one, one, truth) for one in moved))
+        verdicts = [ids[:, pairs[0]] == ids[:, pairs[1]] for ids in requests]
         rates = {
             "repetition": (verdicts[0] != verdicts[1]).mean(axis=1),
-            "paraphrase": (rng.random(PROMPTS) < paraphrase).astype(float),
+            "order": (verdicts[2] != verdicts[3]).mean(axis=1),
         }
+        copies = ("paraphrase", "announcement", "padding")
+        rates |= {name: (rng.random(PROMPTS) < expected[name]).astype(float) for name in copies}
         rows = [
             row([0, 0], None, {name: values[prompt] for name, values in rates.items()}) for prompt in range(PROMPTS)
         ]
         found = summarize(rows, set_size=2)
         hits["inflation"] += covered(ratio_over_problems(counts), inflation)
-        hits["repetition"] += covered(found["repetition"], repetition)
-        hits["paraphrase"] += covered(found["paraphrase"], paraphrase)
+        for name, value in expected.items():
+            hits[name] += covered(found[name], value)
     assert min(hits.values()) >= 930, hits

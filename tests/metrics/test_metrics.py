@@ -10,7 +10,7 @@ import pytest
 from poly_epo_jax.metrics.diversity import correct_clusters, degenerate_share, distinct_clusters, incorrect_clusters
 from poly_epo_jax.metrics.evaluation import omissions, problem_values
 from poly_epo_jax.metrics.majority import NO_ANSWER
-from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
+from poly_epo_jax.metrics.pass_at_k import best_of_k, is_covered, pass_at_k
 
 
 @pytest.mark.parametrize("k", range(1, 7))
@@ -39,6 +39,14 @@ def test_pass_at_k_is_exact_for_many_generations(num_generations, k):
     estimate = pass_at_k(num_generations, num_correct, k)
     assert estimate.dtype == np.float64
     np.testing.assert_allclose(estimate, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tau", ["0.2", "0.3", "0.5", "0.8", "1"])
+def test_a_problem_is_covered_from_the_fraction_tau_on(tau):
+    for m in range(1, 31):
+        correct = np.tril(np.ones((m + 1, m), bool), -1)  # row c has c correct generations
+        exact = [Fraction(c, m) >= Fraction(tau) for c in range(m + 1)]
+        np.testing.assert_array_equal(is_covered(float(tau), correct), exact)
 
 
 @pytest.mark.parametrize("k", [0, 5])

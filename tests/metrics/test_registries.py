@@ -31,6 +31,7 @@ CONDITIONAL = (
 )
 """Metrics that are only logged with servers, mathematical answers, mismatch corrections or generation ahead."""
 ARRAYS = {"rewards": np.eye(3, 4), "correct": np.eye(3, 4) == 1}
+COVER = ("cover@0.2", "cover@0.5", "cover@0.8")
 
 
 @pytest.fixture
@@ -58,8 +59,8 @@ def test_sizes_are_powers_of_two(largest: int, expected: list[int]):
 
 
 def test_metrics_are_computed_from_the_given_arrays():
-    assert problem_values(ARRAYS).keys() == {*(f"pass@{k}" for k in (1, 2, 3, 4)), "solved"}
-    assert problem_values(ARRAYS, curves=False).keys() == {*(f"pass@{k}" for k in (1, 2, 4)), "solved"}
+    assert problem_values(ARRAYS).keys() == {*(f"pass@{k}" for k in (1, 2, 3, 4)), "solved", *COVER}
+    assert problem_values(ARRAYS, curves=False).keys() == {*(f"pass@{k}" for k in (1, 2, 4)), "solved", *COVER}
     clusters = ARRAYS | {"clusters": np.arange(12).reshape(3, 4)}
     found = problem_values(clusters, reading="clusters")
     assert found.keys() == {f"{name}_clusters@{k}" for name in ("correct", "incorrect") for k in (1, 2, 4)}
@@ -104,7 +105,8 @@ def test_a_fraction_outside_its_range_is_rejected(registered, value: float):
 def test_fractions_are_declared():
     """All values of these metrics lie in [0, 1] by definition, so their intervals do not have zero width at 0 and 1."""
     fractions = {name for name, metric in EVALUATION_METRICS.items() if metric.is_fraction}
-    assert fractions == {"pass", "mean_reward", "best_reward", "majority_accuracy", "majority_vote_share", "solved"}
+    majority = {"majority_accuracy", "majority_vote_share"}
+    assert fractions == {"pass", "mean_reward", "best_reward", "solved", *majority, *COVER}
 
 
 def test_a_metric_can_return_a_list_or_booleans(registered):

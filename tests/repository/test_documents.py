@@ -37,6 +37,7 @@ PROBLEMS = "--config.task.options.num_train=28 --config.task.options.num_held_ou
 USUAL_FOLDER = " && mv runs/evaluation-2-steps runs/evaluation"
 """Moves the evaluations of a shortened quick start to the folder of the complete one."""
 FEW = "--num_generations=2 --max_problems=4"
+EVALUATORS = "tests/examples/test_evaluators.py"
 OWN = "tests/examples/test_own_problems.py"
 PEERS = "manual: creates environments of several GB with torch, Tunix and TRL"
 
@@ -63,6 +64,11 @@ class Rule:
 RULES = (
     Rule("LOCK=newest bash launch/test.sh", elsewhere="manual: installs the newest versions"),
     Rule(".venv-tpu/bin/python -m poly_epo_jax.bench", elsewhere="tests/bench/aot/test_compile_for.py, two layers"),
+    Rule(".venv-evaluators/bin/pip", elsewhere="manual: downloads other projects"),
+    Rule(".venv-evaluators/bin/lm_eval", elsewhere=EVALUATORS),
+    Rule("LOCAL_API_KEY=none .venv-evaluators/bin/inspect", elsewhere=EVALUATORS),
+    Rule("cp -r runs/policy", elsewhere=EVALUATORS),
+    Rule("sed -i /split_special_tokens/d", elsewhere=EVALUATORS),
     Rule("bash launch/accelerator.sh", elsewhere="tests/accelerator/, with SMALL=1"),
     Rule("SMALL=1 bash launch/accelerator.sh", elsewhere="tests/accelerator/"),
     Rule("bash launch/compiler_env.sh", elsewhere="launch/test.sh all; downloads XLA compilers"),
@@ -208,6 +214,7 @@ RULES = (
     Rule("python -m poly_epo_jax.study studies/countdown", elsewhere="60, 40 and 60 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/categories.py", elsewhere="120 runs of a model with 135M weights"),
     Rule("python -m poly_epo_jax.study studies/guess_number.py", elsewhere="6 runs; see the other studies"),
+    Rule("python -m poly_epo_jax.study studies/judge_bias.py", elsewhere="15 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/judge_errors.py", elsewhere="35 runs; see the other studies"),
     Rule("python -m poly_epo_jax.study studies/baselines.py", elsewhere="70 runs; see the other studies"),
     Rule(

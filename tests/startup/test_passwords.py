@@ -31,6 +31,7 @@ ADDRESS = f"http://me:{SECRET}@host:30000"
         ("main", [f"--config.judge.url=https://host/?key={SECRET}"], "judge.url contains a user or password"),
         ("main", [f"--config.judge.api_key_env=sk-{SECRET}", "--print_config"], "judge.api_key_env must be the name"),
         ("main", [f"--config.judge.api_key_env={SECRET}", "--help"], "judge.api_key_env must be the name"),
+        ("main", [f"--config.audit.judge.api_key_env={SECRET}", "--help"], "audit.judge.api_key_env must be the name"),
         ("main", [f"--judge.api_key_env={SECRET}"], "--config.judge.api_key_env=NAME"),
     ],
 )

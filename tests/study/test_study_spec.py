@@ -1,17 +1,27 @@
-"""Tests of study files: validation of fields, and error messages."""
+"""Tests of study files: validation of fields, error messages, and the judges that they define."""
 
+import asyncio
+import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from responses import response
 
 from poly_epo_jax.config import default
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.methods import METHODS
 from poly_epo_jax.config.recipes import find_file
+from poly_epo_jax.judges import JUDGES
+from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 from poly_epo_jax.study.__main__ import main
 from poly_epo_jax.study.spec import read_study
+from poly_epo_jax.tasks import TASKS as TASK_REGISTRY
+from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
+from poly_epo_jax.types import Clustering, Group
 
 TASKS = {"polynomial": StudyTask("configs/polynomial.py")}
 
@@ -109,10 +119,38 @@ def test_missing_study_file_error_lists_existing_files(tmp_path: Path):
         find_file(str(tmp_path / "other.py"), "studies")
 
 
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Removes the tasks and judges that a study file registers."""
+    saved = [(registry, set(registry)) for registry in (TASK_REGISTRY, JUDGES)]
+    yield
+    for registry, names in saved:
+        for name in registry.keys() - names:
+            del registry[name]
+
+
 @pytest.mark.parametrize(
     "file", sorted((Path(__file__).parents[2] / "studies").glob("*.py")), ids=lambda path: path.stem
 )
-def test_study_files_of_the_repository_document_their_command(file: Path):
+def test_study_files_of_the_repository_document_their_command(file: Path, registries: None):
     study = read_study(file)
     assert f"python -m poly_epo_jax.study studies/{file.name}" in file.read_text()
     assert study.resolved_baseline in study.methods
+
+
+def test_the_judges_of_the_study_of_a_bias_separate_equal_answers_by_a_letter(registries: None):
+    study = runpy.run_path(str(Path(__file__).parents[2] / "studies" / "judge_bias.py"))
+    task = study["FramedPolynomialTask"]()
+    problem = task.train_problems[0]
+    texts = [f"{frame[0]}(x={x},y=0){frame[1]}" for x, frame in ((0, "aa"), (0, "ba"), (0, "bb"), (0, "cd"), (1, "aa"))]
+    responses = Group(problem, np.zeros(1, np.int32), tuple(map(response, [*texts, "(x=0,y=0)"])))
+    assert [task.answer(problem, one) for one in responses.generations] == [*["(x=0,y=0)"] * 4, "(x=1,y=0)", None]
+    first, last = (study["FrameJudge"](task, None, letter=letter) for letter in ("first", "last"))
+    for judge, ids in ((first, [0, 1, 1, 2, 3]), (last, [0, 0, 1, 2, 3]), (JoinedJudge(first, last), [0, 0, 0, 1, 2])):
+        found = asyncio.run(judge.cluster(responses))
+        assert isinstance(found, Clustering) and found.ids.tolist() == [*ids, 100]
+    rng = np.random.default_rng(0)
+    shown = [response(task.demonstration(problem, rng, DemonstrationStyle())) for _ in range(200)]
+    assert all(task.reward(problem, one) == 1 for one in shown)
+    plain = sum(one.text.startswith("a") for one in shown)
+    assert abs(plain - 160) < 30

@@ -200,7 +200,7 @@ def test_tensor_parallel_tokens_match_one_device(rollouts, groups):
     sharded = make_rollouts(max_concurrent=16, mesh=make_mesh(2, 2, 2))
     assert_same_generations(generate(sharded, PROBLEMS, 4), groups)
     correlated = [generate(sampler, PROBLEMS, 4, correlated=True) for sampler in (sharded, rollouts)]
-    assert_same_generations(*correlated)
+    assert_same_generations(correlated[0], correlated[1])
 
 
 @pytest.mark.slow
