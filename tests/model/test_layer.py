@@ -186,14 +186,19 @@ def test_rms_norm_matches_float64():
 @pytest.mark.parametrize("axes", [(8,), (5, 8)])
 def test_gradients_of_rms_norm_match_automatic_differentiation(axes):
     def reference(x, weight, eps):
-        return x / jnp.sqrt(jnp.mean(x * x, axis=tuple(range(-len(axes), 0)), keepdims=True) + eps) * weight
+        return (
+            x
+            / jnp.sqrt(jnp.mean(x * x, axis=tuple(range(-len(axes), 0)), keepdims=True) + eps)
+            * jnp.broadcast_to(weight, x.shape)
+        )
 
     rng = np.random.default_rng(0)
     x, d_out, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((3, 5, 8), (3, 5, 8), axes))
-    found, expected = (
-        jax.grad(lambda x, weight, norm: jnp.sum(norm(x, weight, 0.1) * d_out), argnums=(0, 1))(x, weight, norm)
-        for norm in (rms_norm, reference)
-    )
+
+    def gradients(norm):
+        return jax.grad(lambda x, weight: jnp.sum(norm(x, weight, 0.1) * d_out), argnums=(0, 1))(x, weight)
+
+    found, expected = gradients(rms_norm), gradients(reference)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
