@@ -1,6 +1,6 @@
 """Lists the arrays of a layer that compiled programs hold, and counts the values of those that a device holds.
 
-The arrays that remat=none saves were read from programs for GPUs. The others were also compared with programs for CPUs.
+The arrays that remat=none saves were read from the traced layer. The others were compared with programs for CPUs.
 """
 
 from typing import NamedTuple
@@ -26,12 +26,10 @@ class LayerArray(NamedTuple):
         that save the array of every layer for the backward pass.
       part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
         of "pre_norm" and "post_norm" exist in models that normalize the inputs and the outputs of attention and MLP,
-        arrays of "qk_norm" if queries and keys are normalized, of "tpu_qk_norm" only on TPUs, and of
-        "gated_attention" in models with this attention. Arrays of "norm", "trained_post_norm" and "trained_qk_norm" are
-        normalized values, which remat=none does not save if an adapter is trained, because the norm weights are then
-        frozen. Arrays of "gelu" belong to this activation. Arrays of "experts" exist in mixtures of experts, which have
-        no arrays of the width "mlp". Other parts name the weight of a matrix product. If this weight has an adapter,
-        remat=dots also saves the adapter's product.
+        arrays of "qk_norm" if queries and keys are normalized, of "tpu_qk_norm" only on TPUs, and of "gated_attention"
+        in models with this attention. Arrays of "gelu" belong to this activation. Arrays of "experts" exist in mixtures
+        of experts, which have no arrays of the width "mlp". Other parts name the weight of a matrix product. If this
+        weight has an adapter, remat=dots also saves the adapter's product.
       is_float32: Whether the array is float32 with every compute dtype.
     """
 
@@ -48,17 +46,17 @@ _DOTS = ("layer", "none", "dots")
 
 LAYER_ARRAYS = (
     LayerArray("input", "stream", False, _LAYER),
-    LayerArray("input, in float32", "stream", False, _NONE, "pre_norm", is_float32=True),
+    LayerArray("input of its norm", "stream", False, _NONE, "pre_norm"),
     LayerArray("input, split by tokens", "stream", True, ("full", "attention", "dots")),
-    LayerArray("input, normalized", "stream", False, _EACH, "norm"),
+    LayerArray("input, normalized", "stream", False, _LAYER, "pre_norm"),
     LayerArray("input of q, k and v", "stream", False, _NONE),
     LayerArray("product of q", "queries", True, ("dots",), "q"),
-    LayerArray("product of q, in float32", "queries", True, _NONE, "qk_norm", is_float32=True),
-    LayerArray("queries, normalized", "queries", True, _EACH, "trained_qk_norm"),
+    LayerArray("product of q, before its norm", "queries", True, _NONE, "qk_norm"),
+    LayerArray("queries, normalized", "queries", True, _LAYER),
     LayerArray("queries, rotated", "queries", True, _EACH),
     LayerArray("product of k", "keys", True, ("layer", "dots"), "k"),
-    LayerArray("product of k, in float32", "keys", True, _NONE, "qk_norm", is_float32=True),
-    LayerArray("keys, normalized", "keys", True, _EACH, "trained_qk_norm"),
+    LayerArray("product of k, before its norm", "keys", True, _NONE, "qk_norm"),
+    LayerArray("keys, normalized", "keys", True, _LAYER),
     LayerArray("keys, rotated", "keys", True, _EACH),
     LayerArray("product of v", "keys", True, _DOTS, "v"),
     LayerArray("attention", "queries", True, (*_DOTS, "attention")),
@@ -78,7 +76,6 @@ LAYER_ARRAYS = (
     LayerArray("output of chunks", "values", True, _LAYER),
     LayerArray("output of linear attention", "values", True, _LAYER),
     LayerArray("output, in float32", "values", True, _NONE, is_float32=True),
-    LayerArray("output, normalized", "values", True, _NONE, is_float32=True),
     LayerArray("output, times its norm weight", "values", True, _NONE, is_float32=True),
     LayerArray("product of output_gate", "values", True, _DOTS, "output_gate"),
     LayerArray("output gate, in float32", "values", True, _NONE, is_float32=True),
@@ -87,12 +84,10 @@ LAYER_ARRAYS = (
     LayerArray("output, gated", "values", True, _LAYER),
     LayerArray("output, gated and rounded", "values", True, _EACH),
     LayerArray("product of o", "stream", True, ("dots",), "o"),
-    LayerArray("product of o, before its norm", "stream", False, _LAYER, "post_norm"),
-    LayerArray("product of o, in float32", "stream", False, _NONE, "post_norm", is_float32=True),
-    LayerArray("product of o, normalized", "stream", False, _NONE, "trained_post_norm"),
+    LayerArray("product of o, before its norm", "stream", False, _EACH, "post_norm"),
     LayerArray("input of the MLP", "stream", False, _LAYER),
-    LayerArray("input of the MLP, in float32", "stream", False, _NONE, "pre_norm", is_float32=True),
-    LayerArray("input of the MLP, normalized", "stream", False, _EACH, "norm"),
+    LayerArray("input of the norm of the MLP", "stream", False, _NONE, "pre_norm"),
+    LayerArray("input of the MLP, normalized", "stream", False, _LAYER, "pre_norm"),
     LayerArray("input of gate and up", "stream", False, _NONE),
     LayerArray("product of gate", "mlp", True, _DOTS, "gate"),
     LayerArray("product of up", "mlp", True, _DOTS, "up"),
@@ -100,9 +95,7 @@ LAYER_ARRAYS = (
     LayerArray("tanh(powers of gate)", "mlp", True, _NONE, "gelu"),
     LayerArray("silu(gate)", "mlp", True, _EACH),
     LayerArray("silu(gate) up", "mlp", True, _EACH),
-    LayerArray("product of down, before its norm", "stream", False, ("layer", "dots"), "post_norm"),
-    LayerArray("product of down, in float32", "stream", False, _NONE, "post_norm", is_float32=True),
-    LayerArray("product of down, normalized", "stream", False, _NONE, "trained_post_norm"),
+    LayerArray("product of down, before its norm", "stream", False, _DOTS, "post_norm"),
     LayerArray("gradient of silu(gate) up", "mlp", True, _EACH),
     LayerArray("gradient of silu(gate) or up", "mlp", True, _EACH),
     LayerArray("gradient of the output", "stream", False, _LAYER),
@@ -122,9 +115,6 @@ LAYER_ARRAYS = (
     LayerArray("blocks of keys", "keys", True, _EACH, "blockwise"),
     LayerArray("blocks of values", "keys", True, _EACH, "blockwise"),
 )
-
-NORMALIZED = ("norm", "trained_qk_norm", "trained_post_norm")
-"""Parts whose arrays are saved in float32 if norms multiply in float32."""
 
 
 def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack: str = "layers") -> int:
@@ -147,16 +137,12 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack
     # On TPUs, models with windows use blockwise attention.
     has_kernel = machine.platform == "gpu" or (machine.platform == "tpu" and not any(model_config.windows))
     is_blockwise = model_config.attention == "blockwise" or (model_config.attention == "auto" and not has_kernel)
-    saves_norms = not (holder == "none" and model_config.lora_targets)  # Frozen weights have no gradients.
     parts = {
         "blockwise": is_blockwise,
         "pre_norm": model_config.pre_norm,
-        "norm": model_config.pre_norm and saves_norms,
         "qk_norm": model_config.qk_norm,
         "tpu_qk_norm": model_config.qk_norm and machine.platform == "tpu",
-        "trained_qk_norm": (model_config.qk_norm and saves_norms) or holder == "layer",
         "post_norm": model_config.post_norm,
-        "trained_post_norm": model_config.post_norm and saves_norms,
         "gelu": model_config.activation != "silu",
         "mlp": not model_config.num_experts,
         "experts": model_config.num_experts > 0,
@@ -168,11 +154,10 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack
     if holder == "dots":
         held += [array for array in held if array.part in model_config.lora_targets]
     float32_values = FLOAT32_BYTES // activation_bytes(model_config, machine)
-    float32_parts = NORMALIZED if model_config.float32_norm and holder == "none" else ()
 
     def values_of(is_split: bool) -> int:
         arrays = (array for array in held if array.split == is_split)
-        sizes = ((widths[array.width], array.is_float32 or array.part in float32_parts) for array in arrays)
+        sizes = ((widths[array.width], array.is_float32) for array in arrays)
         return sum(width * (float32_values if is_float32 else 1) for width, is_float32 in sizes)
 
     return values_of(True) // machine.mesh["tensor"] + values_of(False)

@@ -143,10 +143,13 @@ def _forward(hidden, head, targets, wanted, temperature, chunk_tokens):
 
         def one_chunk(at, outputs):
             logits = _logits(take_rows(hidden, at), head, temperature)
-            log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-            log_p = logits - log_normalizer[:, None]
-            chosen = jnp.take_along_axis(log_p, take_rows(targets, at)[:, None], axis=-1)[:, 0]
-            values = chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), log_normalizer
+            # One pass over the logits computes both sums, and another one their maximum. No other array is stored.
+            largest = jnp.max(logits, axis=-1)
+            shifted = logits - largest[:, None]
+            total = jnp.sum(jnp.exp(shifted), axis=-1)
+            log_normalizer = largest + jnp.log(total)
+            chosen = jnp.take_along_axis(logits, take_rows(targets, at)[:, None], axis=-1)[:, 0] - log_normalizer
+            values = chosen, jnp.log(total) - jnp.sum(jnp.exp(shifted) * shifted, axis=-1) / total, log_normalizer
             return tuple(x.at[at].set(value, mode="drop") for x, value in zip(outputs, values, strict=True))
 
         zeros = jnp.zeros(targets.shape, jnp.float32)

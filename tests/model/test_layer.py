@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,8 +179,28 @@ def test_rms_norm_matches_float64():
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((3, 5, 8)), rng.standard_normal(8)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * weight
-    found = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), 0.1)
+    found: Any = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), 0.1)
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(8,), (5, 8)])
+def test_gradients_of_rms_norm_match_automatic_differentiation(axes):
+    def reference(x, weight, eps):
+        return (
+            x
+            / jnp.sqrt(jnp.mean(x * x, axis=tuple(range(-len(axes), 0)), keepdims=True) + eps)
+            * jnp.broadcast_to(weight, x.shape)
+        )
+
+    rng = np.random.default_rng(0)
+    x, d_out, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((3, 5, 8), (3, 5, 8), axes))
+
+    def gradients(norm):
+        return jax.grad(lambda x, weight: jnp.sum(norm(x, weight, 0.1) * d_out), argnums=(0, 1))(x, weight)
+
+    found, expected = gradients(rms_norm), gradients(reference)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_rope_rotates_each_pair_by_its_angle():

@@ -10,6 +10,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float
@@ -47,7 +48,9 @@ def splash_attention(
     """
     length, heads, width = q.shape[1:]
     block = min(BLOCK, length + -length % LANES)
-    q, k, v = pad_to_blocks(block, q * width**-0.5, k, v)
+    # Without this constraint, XLA computes the norms and rotations of heads in the layout of the kernel, in which the
+    # halves of a head share a tile, and transposes float32 arrays.
+    q, k, v = with_layout_constraint(pad_to_blocks(block, q * width**-0.5, k, v), Layout((0, 2, 3, 1)))
     segments = segments.padded(block)
     groups = _groups(len(q), steps(segments, block), q.shape[1] // block)
 
