@@ -30,8 +30,8 @@ from poly_epo_jax.judges import JUDGES, JudgeEntry
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.study import PAPER_METHODS, Evaluation, Study, StudyTask
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
 from poly_epo_jax.tasks.polynomial import POINT, PolynomialTask
+from poly_epo_jax.tasks.synthetic import DemonstrationStyle
 from poly_epo_jax.types import Clustering, Generation, Group, Problem
 
 LETTERS = "abcdefghijklmnop"

@@ -20,7 +20,7 @@ from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 from poly_epo_jax.study.__main__ import main
 from poly_epo_jax.study.spec import read_study
 from poly_epo_jax.tasks import TASKS as TASK_REGISTRY
-from poly_epo_jax.tasks.demonstrations import DemonstrationStyle
+from poly_epo_jax.tasks.synthetic import DemonstrationStyle
 from poly_epo_jax.types import Clustering, Group
 
 TASKS = {"polynomial": StudyTask("configs/polynomial.py")}

@@ -20,7 +20,7 @@ from fakes import TINY
 
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
-from poly_epo_jax.model.layer import rms_norm
+from poly_epo_jax.model.layer import normalize
 from poly_epo_jax.model.rope import make_rotation, rotate
 from poly_epo_jax.model.transformer import init_params
 from poly_epo_jax.types import Params
@@ -164,9 +164,9 @@ def _forward(config: ModelConfig, params: Params, head: Any, ids: Any, num_cache
     keys_and_values = []
     for layer in range(config.num_layers):
         w = {name: weight[layer] for name, weight in params["layers"].items()}
-        h = rms_norm(x, w["attention_norm"], config.norm_eps)
+        h = normalize(config, x, w["attention_norm"])
         q, k, v = (jnp.einsum("td,dnh->tnh", h, w[name]) for name in "qkv")
-        q, k = (rms_norm(y, w[name], config.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
+        q, k = (normalize(config, y, w[name]) for y, name in ((q, "q_norm"), (k, "k_norm")))
         q, k = (rotate(y, rotation) for y in (q, k))
         if cached is not None:
             is_cached = (positions < num_cached)[:, None, None]
@@ -176,7 +176,7 @@ def _forward(config: ModelConfig, params: Params, head: Any, ids: Any, num_cache
         scores = jnp.einsum("tnh,snh->nts", q, k).astype(jnp.float32) * config.head_dim**-0.5
         attended = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(x.dtype)
         x = x + jnp.einsum("nts,snh,nhd->td", attended, v, w["o"])
-        h = rms_norm(x, w["mlp_norm"], config.norm_eps)
+        h = normalize(config, x, w["mlp_norm"])
         x = x + jnp.einsum("tm,md->td", jax.nn.silu(h @ w["gate"]) * (h @ w["up"]), w["down"])
-    x = rms_norm(x, params["norm"], config.norm_eps)
+    x = normalize(config, x, params["norm"])
     return (x @ head.T).astype(jnp.float32), keys_and_values
