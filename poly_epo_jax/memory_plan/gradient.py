@@ -95,11 +95,10 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
         _Array(sums, head, FLOAT32_BYTES, is_trained and machine.platform != "gpu"),
         _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # Sum over devices.
         _Array(logits, chunk_logits, FLOAT32_BYTES),
-        _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes),  # Gradient of the logits.
+        # Gradient of the logits. If the head is trained, programs for TPUs have no separate buffer for it.
+        _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes, not (is_tpu and is_trained)),
         _Array(logits, chunk_logits, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
         _Array(logits, -shared, FLOAT32_BYTES, is_tpu and is_trained),
-        # Without a head gradient, the gradient of the logits is in the buffer of the logits of the forward pass.
-        _Array(logits, chunk_logits, value_bytes, is_tpu and not is_trained),
         _Array("hidden states", 3 * tokens // machine.mesh["tensor"] * model_config.hidden_size, value_bytes),
     )
 

@@ -102,11 +102,9 @@ LAYER_ARRAYS = (
     # Experts process blocks of tokens. Sums over experts are float32, or two values in the compute dtype.
     LayerArray("sum over experts", "stream", False, ("layer",), "experts"),
     LayerArray("sum over experts, other half", "stream", False, ("layer",), "experts"),
-    # Programs for TPUs also hold float32 inputs and results of the norms of queries and keys.
+    # Programs for TPUs also hold float32 inputs of the norms of queries and keys.
     LayerArray("product of q, recomputed in float32", "queries", True, _LAYER, "tpu_qk_norm", is_float32=True),
-    LayerArray("queries, normalized in float32", "queries", True, _LAYER, "tpu_qk_norm", is_float32=True),
     LayerArray("product of k, recomputed in float32", "keys", True, _LAYER, "tpu_qk_norm", is_float32=True),
-    LayerArray("keys, normalized in float32", "keys", True, _LAYER, "tpu_qk_norm", is_float32=True),
     # Matmuls on CPUs need transposed arrays, and the blockwise attention holds blocks and initial sums.
     LayerArray("input, transposed", "stream", False, _EACH, "blockwise"),
     LayerArray("input of the MLP, transposed", "stream", False, _LAYER, "blockwise"),
