@@ -369,6 +369,14 @@ def test_the_command_runs_as_documented(command: str, user: Callable[[str], tupl
         assert code == 0 and rule.says in output, output[-3000:]
 
 
+def test_shown_plans_are_those_of_the_commands():
+    printed = [rule.says for rule in RULES if " GB of " in rule.says]
+    documents = [document for document in DOCUMENTS if document.name != "own_problems.md"]  # see OWN
+    joined = "\n".join(document.read_text() for document in documents).replace("\n# ", " ")
+    shown = re.findall(r"Plan: \d.*", joined)
+    assert shown and not [plan for plan in shown if not any(says in plan for says in printed)]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_linked_files_exist(document: Path):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
