@@ -87,6 +87,7 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
     chunk_logits = chunk * model_config.vocab_size
     # Memory that the logits share with the head gradient of the chunk, on TPUs.
     shared = min(chunk, model_config.hidden_size) * model_config.vocab_size
+    hidden = tokens // machine.mesh["tensor"] * model_config.hidden_size
     sums, logits = "head gradient sums", "logits of a chunk"
     return _terms(
         _Array("gathered head", head, value_bytes, not is_parameter),
@@ -99,7 +100,8 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
         _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes, not (is_tpu and is_trained)),
         _Array(logits, chunk_logits, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
         _Array(logits, -shared, FLOAT32_BYTES, is_tpu and is_trained),
-        _Array("hidden states", 3 * tokens // machine.mesh["tensor"] * model_config.hidden_size, value_bytes),
+        # Inputs, outputs and gradients of the final norm. Programs for CPUs also hold its result before the weights.
+        _Array("hidden states", (3 + is_cpu) * hidden, activation_bytes(model_config, machine)),
     )
 
 

@@ -105,6 +105,10 @@ LAYER_ARRAYS = (
     # Programs for TPUs also hold float32 inputs of the norms of queries and keys.
     LayerArray("product of q, recomputed in float32", "queries", True, _LAYER, "tpu_qk_norm", is_float32=True),
     LayerArray("product of k, recomputed in float32", "keys", True, _LAYER, "tpu_qk_norm", is_float32=True),
+    # Programs for CPUs hold the inputs of norms with their results.
+    LayerArray("input, before its norm", "stream", False, _LAYER, "blockwise"),
+    LayerArray("queries, before their norm", "queries", True, _LAYER, "blockwise"),
+    LayerArray("input of the MLP, before its norm", "stream", False, _LAYER, "blockwise"),
     # Matmuls on CPUs need transposed arrays, and the blockwise attention holds blocks and initial sums.
     LayerArray("input, transposed", "stream", False, _EACH, "blockwise"),
     LayerArray("input of the MLP, transposed", "stream", False, _LAYER, "blockwise"),
