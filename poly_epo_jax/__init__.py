@@ -18,7 +18,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 __all__ = ["__version__", "get_config", "run"]
 
-if sys.argv[:1] == ["-m"]:  # while Python locates the module of python -m poly_epo_jax.COMMAND
+# While Python locates the module of python -m poly_epo_jax.COMMAND. Commands of other packages keep their tracebacks.
+if sys.argv[:1] == ["-m"] and any(argument.startswith(f"{__name__}.") for argument in sys.orig_argv):
     from poly_epo_jax.system.missing_packages import report_missing_packages
 
     report_missing_packages()

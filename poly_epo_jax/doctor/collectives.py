@@ -73,7 +73,7 @@ def _gradient(model_config: ModelConfig, mesh: Mesh, batch: PackedBatch, trainab
 
 def _distance(found: Params, expected: Params) -> float:
     """Returns the norm of the difference relative to the norm of `expected`, which is on one device of each process."""
-    # Every process holds the complete arrays, and places the shards of its own devices.
+    # Every process holds the complete arrays, and places the shards of its devices.
     expected = jax.tree.map(
         lambda like, x: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__),
         found,

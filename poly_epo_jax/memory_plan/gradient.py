@@ -100,7 +100,7 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
         _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes, not (is_tpu and is_trained)),
         _Array(logits, chunk_logits, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
         _Array(logits, -shared, FLOAT32_BYTES, is_tpu and is_trained),
-        # Inputs, outputs and gradients of the final norm. Programs for CPUs also hold its result before the weights.
+        # Input, output and gradient of the final norm. Programs for CPUs also hold the input divided by its RMS.
         _Array("hidden states", (3 + is_cpu) * hidden, activation_bytes(model_config, machine)),
     )
 

@@ -24,12 +24,13 @@ class LayerArray(NamedTuple):
       split: Whether the array is sharded over the mesh axis `tensor`.
       held: "layer" if a device holds the array during the backward pass of the layer's MLP, and the remat policies
         that save the array of every layer for the backward pass.
-      part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel. Arrays
-        of "pre_norm" and "post_norm" exist in models that normalize the inputs and the outputs of attention and MLP,
-        arrays of "qk_norm" if queries and keys are normalized, of "tpu_qk_norm" only on TPUs, and of "gated_attention"
-        in models with this attention. Arrays of "gelu" belong to this activation. Arrays of "experts" exist in mixtures
-        of experts, which have no arrays of the width "mlp". Other parts name the weight of a matrix product. If this
-        weight has an adapter, remat=dots also saves the adapter's product.
+      part: Part of the layer on which the array depends. Arrays of "blockwise" belong to that attention kernel, and
+        arrays of "cpu" to programs for CPUs. Arrays of "pre_norm" and "post_norm" exist in models that normalize the
+        inputs and the outputs of attention and MLP, arrays of "qk_norm" if queries and keys are normalized, of
+        "tpu_qk_norm" only on TPUs, and of "gated_attention" in models with this attention. Arrays of "gelu" belong to
+        this activation. Arrays of "experts" exist in mixtures of experts, which have no arrays of the width "mlp".
+        Other parts name the weight of a matrix product. If this weight has an adapter, remat=dots also saves the
+        adapter's product.
       is_float32: Whether the array is float32 with every compute dtype.
     """
 
@@ -106,9 +107,9 @@ LAYER_ARRAYS = (
     LayerArray("product of q, recomputed in float32", "queries", True, _LAYER, "tpu_qk_norm", is_float32=True),
     LayerArray("product of k, recomputed in float32", "keys", True, _LAYER, "tpu_qk_norm", is_float32=True),
     # Programs for CPUs hold the inputs of norms with their results.
-    LayerArray("input, before its norm", "stream", False, _LAYER, "blockwise"),
-    LayerArray("queries, before their norm", "queries", True, _LAYER, "blockwise"),
-    LayerArray("input of the MLP, before its norm", "stream", False, _LAYER, "blockwise"),
+    LayerArray("input, before its norm", "stream", False, _LAYER, "cpu"),
+    LayerArray("queries, before their norm", "queries", True, _LAYER, "cpu"),
+    LayerArray("input of the MLP, before its norm", "stream", False, _LAYER, "cpu"),
     # Matmuls on CPUs need transposed arrays, and the blockwise attention holds blocks and initial sums.
     LayerArray("input, transposed", "stream", False, _EACH, "blockwise"),
     LayerArray("input of the MLP, transposed", "stream", False, _LAYER, "blockwise"),
@@ -141,6 +142,7 @@ def layer_values(model_config: ModelConfig, machine: Machine, holder: str, stack
     is_blockwise = model_config.attention == "blockwise" or (model_config.attention == "auto" and not has_kernel)
     parts = {
         "blockwise": is_blockwise,
+        "cpu": machine.platform == "cpu",
         "pre_norm": model_config.pre_norm,
         "qk_norm": model_config.qk_norm,
         "tpu_qk_norm": model_config.qk_norm and machine.platform == "tpu",

@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 
 from poly_epo_jax.metrics.diversity import correct_clusters, incorrect_clusters
 from poly_epo_jax.metrics.intervals import ROUNDING
-from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, majority
+from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, cached_majority_at_k
 from poly_epo_jax.metrics.pass_at_k import best_of_k, is_covered, pass_at_k
 from poly_epo_jax.registry import Registry
 from poly_epo_jax.system.user_code import user_line
@@ -100,13 +100,13 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             is_fraction=True,
         ),
         MAJORITY_ACCURACY: EvaluationMetric(
-            lambda answers, correct, k: majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[0],
+            lambda answers, correct, k: cached_majority_at_k(answers, correct, k)[0],
             "majority@{k} accuracy",
             "Accuracy of the most frequent answer among {k} generations. Ties are broken at random.",
             is_fraction=True,
         ),
         MAJORITY_VOTE_SHARE: EvaluationMetric(
-            lambda answers, correct, k: majority(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)[1],
+            lambda answers, correct, k: cached_majority_at_k(answers, correct, k)[1],
             "majority@{k} vote share",
             "Fraction of {k} generations that give the most frequent answer.",
             is_fraction=True,

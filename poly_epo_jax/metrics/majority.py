@@ -104,8 +104,14 @@ def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np
     return np.array([entropy(counts) for counts in sizes], dtype=np.float64)
 
 
+def cached_majority_at_k(
+    answers: Int[np.ndarray, "problems generations"], correct: Bool[np.ndarray, "problems generations"], k: int
+) -> tuple[Float[np.ndarray, " problems"], Float[np.ndarray, " problems"]]:
+    """Returns `majority_at_k`. The metrics of accuracy and vote share share one computation."""
+    return _cached(answers.astype(int).tobytes(), correct.tobytes(), len(answers), k)
+
+
 @functools.lru_cache(maxsize=32)
-def majority(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `majority_at_k` of arrays given as bytes. The cache avoids a second computation for the vote share."""
+def _cached(answers: bytes, correct: bytes, num_problems: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     shape = num_problems, -1
     return majority_at_k(np.frombuffer(answers, int).reshape(shape), np.frombuffer(correct, bool).reshape(shape), k)

@@ -36,6 +36,22 @@ from poly_epo_jax.system.json_files import Columns, Row, append_rows, keep_rows,
 from poly_epo_jax.system.user_path import user_path
 from poly_epo_jax.types import Clustering, HasMetrics, Judge, JudgeFailure, JudgeLoad
 
+CLUSTERINGS, TIMING = "clusterings.jsonl", "timing.jsonl"
+
+CLUSTERING: Columns = {
+    "problem": str,  # name of the group
+    "seed": int,
+    "order": int,
+    "clusters": list | None,  # null if the judge failed
+    "rationales": list | None,
+    "failure": str | None,  # kind of the failure
+    "reason": str | None,  # reason of the failure
+}
+"""Columns of clusterings.jsonl. Problem, seed and order together identify a row."""
+
+REQUESTED_AGAIN = ("unreachable", "unavailable", "limited")
+"""Kinds of failures without a reply, which say nothing about the judge. A rerun of the command requests them again."""
+
 _JUDGE = re.compile(r"(?:(?P<label>[^:=]*)=)?(?P<name>[^:=]+)(?::(?P<keys>.*))?", re.DOTALL)
 
 
@@ -133,23 +149,6 @@ def request_clusterings(
 
     with progress_bar(f"{folder.name}: requests", len(groups) * len(wanted)) as show:
         asyncio.run(work(show))
-
-
-CLUSTERINGS, TIMING = "clusterings.jsonl", "timing.jsonl"
-
-CLUSTERING: Columns = {
-    "problem": str,  # name of the group
-    "seed": int,
-    "order": int,
-    "clusters": list | None,  # null if the judge failed
-    "rationales": list | None,
-    "failure": str | None,  # kind of the failure
-    "reason": str | None,  # reason of the failure
-}
-"""Columns of clusterings.jsonl. Problem, seed and order together identify a row."""
-
-REQUESTED_AGAIN = ("unreachable", "unavailable", "limited")
-"""Kinds of failures without a reply, which say nothing about the judge. A rerun of the command requests them again."""
 
 
 async def judge_groups(

@@ -216,14 +216,16 @@ def usable_groups(graded: Sequence[GradedGroup], reads_judge: bool, on_failure: 
         if `reads_judge`.
     """
     if on_failure == "distinct" and reads_judge:
-        distinct = (clusters_of(range(len(group.group.generations))) for group in graded)
-        return [
-            dataclasses.replace(group, clustering=own) if isinstance(group.clustering, JudgeFailure) else group
-            for group, own in zip(graded, distinct, strict=True)
-        ]
+        return [_with_distinct_clusters(group) for group in graded]
     if on_failure == "drop_always" or reads_judge:
         return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
     return list(graded)
+
+
+def _with_distinct_clusters(graded: GradedGroup) -> GradedGroup:
+    if not isinstance(graded.clustering, JudgeFailure):
+        return graded
+    return dataclasses.replace(graded, clustering=clusters_of(range(len(graded.group.generations))))
 
 
 def clustered(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

@@ -18,6 +18,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from poly_epo_jax.types import DEGENERATE_CLUSTER
 
+P = ParamSpec("P")
+
 
 @runtime_checkable
 class Tensor(Protocol):
@@ -184,9 +186,6 @@ def rarity(clusters: Int[Array, "P N"]) -> Float[Array, "P N"]:
     num_generations = clusters.shape[-1]
     rare = (num_generations / cluster_sizes(clusters) - 1) / max(num_generations - 1, 1)
     return jnp.where(clusters == DEGENERATE_CLUSTER, 0.0, rare)
-
-
-P = ParamSpec("P")
 
 
 def returns_kind_of_input(function: Callable[P, Any]) -> Callable[P, Any]:

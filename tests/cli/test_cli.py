@@ -166,3 +166,11 @@ def test_an_error_other_than_a_missing_package_keeps_its_traceback(typed: Typed)
     code = "from poly_epo_jax.system.missing_packages import report_missing_packages as r; r(); "
     assert "Traceback" in typed("-c", f"{code}1 / 0").stderr
     assert "(nothing_ is missing)" in typed("-c", f"{code}import nothing_.more").stderr
+
+
+def test_commands_of_other_packages_keep_their_tracebacks(typed: Typed, tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import poly_epo_jax")
+    (tmp_path / "mine" / "train.py").write_text("import nothing_")
+    ended = typed("-m", "mine.train")
+    assert "Traceback" in ended.stderr and "No module named 'nothing_'" in ended.stderr
