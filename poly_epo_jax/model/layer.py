@@ -118,8 +118,7 @@ def run_layer(
         return normalize(config, x, weights.vector(name)) if name in weights else x
 
     def attention(h: jax.Array) -> jax.Array:
-        # The barrier separates norms of heads [*tokens, heads, head_dim] from matmuls of [tokens, heads * head_dim].
-        # Without it, XLA for TPUs stores float32 broadcasts of the norms' statistics in the shape of the matmuls.
+        # Without the barrier, XLA for TPUs stores float32 broadcasts of the norms' statistics in the matmuls' shape.
         q, k, v = jax.lax.optimization_barrier([weights.project(h, name) for name in ("q", "k", "v")])
         q, gate = jnp.split(q, 2, axis=-1) if config.gated_attention else (q, None)
         q, k, v = (
