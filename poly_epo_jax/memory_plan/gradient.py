@@ -96,8 +96,8 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
         _Array(sums, head, FLOAT32_BYTES, is_trained and machine.platform != "gpu"),
         _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # Sum over devices.
         _Array(logits, chunk_logits, FLOAT32_BYTES),
-        # Gradient of the logits. If the head is trained, programs for TPUs have no separate buffer for it.
-        _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes, not (is_tpu and is_trained)),
+        # Gradient of the logits. Programs for TPUs have no separate buffer for it.
+        _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes, not is_tpu),
         _Array(logits, chunk_logits, FLOAT32_BYTES, is_cpu),  # Copy of the logits or their gradient.
         _Array(logits, -shared, FLOAT32_BYTES, is_tpu and is_trained),
         # Input, output and gradient of the final norm. Programs for CPUs also hold the input divided by its RMS.

@@ -1,4 +1,4 @@
-"""Compares memory plans with the compiled programs of benchmarks/memory_grid.py, and with newly compiled programs."""
+"""Compares memory plans with the programs of benchmarks/memory_grid.py, and those with newly compiled programs."""
 
 import sys
 from pathlib import Path
@@ -36,8 +36,7 @@ def test_plans_match_all_points_of_the_grid(grid: ModuleType):
 @pytest.mark.parametrize(
     "model, remat", [("Qwen3-0.6B", "none"), ("Qwen3-1.7B", "dots"), ("Qwen3-4B", "none"), ("Gemma-3-1B", "dots")]
 )
-def test_plans_match_programs_of_two_layers(grid: ModuleType, model: str, remat: str):
+def test_compiled_programs_are_those_of_the_grid(grid: ModuleType, model: str, remat: str):
     indices = {(point.model, point.remat): i for i, point in enumerate(grid.POINTS) if point.machine == "v5p-8"}
     index = indices[model, remat]
-    plan, compiled = grid.POINTS[index].plan(num_layers=2), grid.program_bytes(index, num_layers=2)
-    assert LOWEST <= plan.stage_bytes("gradient") / grid.held_bytes(plan, compiled) <= HIGHEST
+    assert grid.program_bytes(index)["bytes"] == pytest.approx(grid.found()[grid.POINTS[index]]["bytes"], rel=0.005)
