@@ -159,16 +159,14 @@ def missing_audits(
     complete = {row["group"] for row in read_rows(folder / AUDIT, AUDITED)}
     rows = read_rows(folder / GENERATIONS, LOGGED_GENERATION)
     for step, of_step in itertools.groupby(rows, key=lambda row: row["step"]):
-        if step % every == 0 or step == last_step:
-            groups = [group for group in auditor.sample(step, of_step) if group.name not in complete]
-            if groups:
-                yield step, groups
+        groups = auditor.sample(step, of_step) if step % every == 0 or step == last_step else []
+        if missing := [group for group in groups if group.name not in complete]:
+            yield step, missing
 
 
 def warn_of_failures(rows: Sequence[Row]) -> None:
     """Prints a warning to stderr if requests of audits have failed."""
-    failed = [row for row in rows if row["failures"]]
-    if failed:
+    if failed := [row for row in rows if row["failures"]]:
         name, reason = next(iter(failed[0]["failures"].items()))
         print(
             f"Warning: The audits of {len(failed)} of {len(rows)} prompts failed at least in part, for example in step "

@@ -500,9 +500,7 @@ def max_sequence_tokens(config: Config) -> int:
 
 def max_draws(train: TrainSection) -> int:
     """Returns the maximum number of prompts that a step draws."""
-    if not train.refill:
-        return train.prompts_per_batch
-    return train.max_draws or 4 * train.prompts_per_batch
+    return (train.max_draws or 4 * train.prompts_per_batch) if train.refill else train.prompts_per_batch
 
 
 def updates_per_step(train: TrainSection) -> int:

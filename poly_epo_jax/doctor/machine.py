@@ -139,8 +139,10 @@ def check_step(run: RunContext) -> list[Finding]:
 def _speed(rows: Sequence[dict]) -> Finding:
     total, bound = sum(row["seconds"] for row in rows), sum(row["roofline_seconds"] for row in rows)
     shown = ", ".join(f"{row['name']} {row['seconds']:.2g}" for row in rows)
-    figures = {f"seconds of {row['name']}": row["seconds"] for row in rows}
-    figures |= {f"roofline of {row['name']}": row["roofline_seconds"] for row in rows}
+    figures = {
+        **{f"seconds of {row['name']}": row["seconds"] for row in rows},
+        **{f"roofline of {row['name']}": row["roofline_seconds"] for row in rows},
+    }
     message = f"{total:.2g} s per step ({shown}), {bound / total:.0%} of the roofline"
     if bound > MIN_ROOFLINE_SECONDS and total > MAX_ROOFLINE_RATIO * bound:
         remedy = "run python -m poly_epo_jax.bench, and check whether other processes use the devices"

@@ -211,7 +211,9 @@ def _has_mesh(run: RunContext) -> bool:
 
 def _worst(findings: Sequence[Finding]) -> Finding:
     """Returns the first failed finding of all processes or, if there is none, the finding of the first process."""
-    for index, one in enumerate(findings):
-        if one.status == "failed":
-            return dataclasses.replace(one, message=f"process {index} of {len(findings)}: {one.message}")
-    return findings[0]
+    failed = (
+        dataclasses.replace(one, message=f"process {index} of {len(findings)}: {one.message}")
+        for index, one in enumerate(findings)
+        if one.status == "failed"
+    )
+    return next(failed, findings[0])

@@ -93,8 +93,7 @@ NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 4, 2, 32
 
 def check_generations(run: RunContext) -> list[Finding]:
     """Validates generations from each server of rollouts.urls, with the weights that the server currently has."""
-    policy = find_policy(run)
-    return asyncio.run(_check_servers(run, policy, None))
+    return asyncio.run(_check_servers(run, find_policy(run), None))
 
 
 def check_weights(run: RunContext) -> list[Finding]:

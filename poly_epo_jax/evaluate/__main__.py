@@ -110,8 +110,9 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
                 open_folder(folder, about)
                 rollouts = _open_rollouts(model, benchmark, config, mesh)
                 try:
-                    drawing = _draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations)
-                    failed = asyncio.run(drawing)
+                    failed = asyncio.run(
+                        _draw_missing(folder, model, rollouts, benchmark, judge, sampling, num_generations)
+                    )
                 finally:
                     rollouts.sampler.close()
                 failures += [f"{folder}: {problem} failed: {reason}" for problem, reason in failed.items()]
@@ -214,9 +215,8 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
         sampler = open_server(model.url, policy.model, policy.stop_ids, config, model.version)
     else:
         sampler = EmbeddedSampler(policy.model, mesh, policy.stop_ids, longest, config.rollouts.max_concurrent)
-    limits = (longest, config.model.stop_strings, policy.config.vocab_size)
     warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)
-    limits = (*limits, *config.rollouts.user_code_limits)
+    limits = (longest, config.model.stop_strings, policy.config.vocab_size, *config.rollouts.user_code_limits)
     return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, omits_failed_requests=True)
 
 

@@ -40,14 +40,12 @@ def open_folder(folder: Path, about: dict[str, Any]) -> None:
       ValueError: If the folder contains results with another description.
     """
     file = folder / ABOUT
-    if file.exists():
-        changed = changed_keys(read_object(file, "delete the folder"), about)
-        if changed:
-            names = dict.fromkeys(key.removeprefix("digests.") for key in changed)
-            raise ValueError(
-                f"{folder} contains results with different values of {', '.join(names)}; restore them, choose "
-                "another --output, or delete the folder."
-            )
+    if file.exists() and (changed := changed_keys(read_object(file, "delete the folder"), about)):
+        names = dict.fromkeys(key.removeprefix("digests.") for key in changed)
+        raise ValueError(
+            f"{folder} contains results with different values of {', '.join(names)}; restore them, choose another "
+            "--output, or delete the folder."
+        )
     write_json(file, about)
 
 

@@ -61,8 +61,7 @@ class EvaluationMetric:
     is_fraction: bool = False
 
     def __post_init__(self):
-        unknown = self.parameters - {"k", *ARRAYS}
-        if unknown:
+        if unknown := self.parameters - {"k", *ARRAYS}:
             raise ValueError(
                 f"The function of the metric {self.title!r} has the parameter {min(unknown)!r}; use only "
                 f"{', '.join(ARRAYS)} and k."

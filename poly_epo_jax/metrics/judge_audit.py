@@ -57,8 +57,10 @@ def summarize(rows: Iterable[Mapping[str, Any]], set_size: int) -> dict[str, Any
             found[f"{prefix}objective"] = polychromic_value(rewards, of_judge, set_size)
         if len(ids) > 1:
             judged = [degenerate_as_singletons(of_judge) for of_judge in ids]
-            found |= {"adjusted_rand_index": adjusted_rand_index(*judged)}
-            found |= {"pairwise_agreement": pairwise_agreement(*judged)}
+            found |= {
+                "adjusted_rand_index": adjusted_rand_index(*judged),
+                "pairwise_agreement": pairwise_agreement(*judged),
+            }
             pairs.append((found["clusters"], found["auditor_clusters"]))
         for name, value in found.items():
             values[name] += [] if value is None else [value]

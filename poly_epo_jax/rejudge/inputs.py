@@ -46,10 +46,11 @@ def read_inputs(inputs: Sequence[str], max_problems: int = 0) -> list[RecordedGr
       ValueError: If a row is invalid, a problem has fewer than two responses, or two problems have the same name.
       OSError: If an input is missing or cannot be read.
     """
-    groups = []
-    for source in inputs:
-        prefix = f"{source.rstrip('/')}: " if len(inputs) > 1 else ""
-        groups += [dataclasses.replace(group, name=prefix + group.name) for group in _read_input(source)]
+    groups = [
+        dataclasses.replace(group, name=f"{source.rstrip('/')}: {group.name}") if len(inputs) > 1 else group
+        for source in inputs
+        for group in _read_input(source)
+    ]
     names = Counter(group.name for group in groups)
     if repeated := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"{', '.join(inputs)} contain {repeated[0]!r} twice; give each problem its own id.")

@@ -229,6 +229,5 @@ def _read_generations(
 
 def _partially_solved(results: evaluation_figures.Results) -> str | None:
     """Returns the problem whose fraction of correct generations is closest to 0.5."""
-    rows = results["per_problem"]
-    share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in rows}
+    share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in results["per_problem"]}
     return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)

@@ -49,9 +49,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") 
       rows: Cells of each row, as HTML. The first cell of a row is its heading.
       kind: CSS class of the table.
     """
-    lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
-    for first, *others in rows:
-        lines.append(f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>")
+    lines = [
+        f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>",
+        *(f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>" for first, *others in rows),
+    ]
     return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
 
 

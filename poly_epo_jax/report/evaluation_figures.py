@@ -39,12 +39,8 @@ def curve(results: Results, metric: str) -> dict[int, Interval]:
       results: Content of results.json.
       metric: Name of the metric, without k.
     """
-    found = {}
-    for name, value in results["metrics"].items():
-        stem, k = split(name)
-        if stem == metric and k is not None:
-            found[k] = Interval.read(value)
-    return dict(sorted(found.items()))
+    points = [(*split(name), Interval.read(value)) for name, value in results["metrics"].items()]
+    return dict(sorted((k, interval) for stem, k, interval in points if stem == metric and k is not None))
 
 
 def draw_pass_at_k(axes: Axes, points: Mapping[int, Interval], line: Mapping[str, Any]) -> None:

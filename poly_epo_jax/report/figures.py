@@ -276,9 +276,7 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _dashes(number: int) -> Any:
-    if number < len(_DASHES):
-        return _DASHES[number]
-    return (0, (6.4, 1.6) + (1.0, 1.6) * (number - len(_DASHES) + 1))
+    return _DASHES[number] if number < len(_DASHES) else (0, (6.4, 1.6) + (1.0, 1.6) * (number - len(_DASHES) + 1))
 
 
 def add_legend(figure: Figure, line_styles: Mapping[str, Mapping[str, Any]]) -> None:

@@ -114,8 +114,7 @@ def _find_evaluations(folders: Sequence[Path], models: Sequence[str]) -> Evaluat
             folders_by_model = found.setdefault(benchmark, {})
             folders_by_model[model if model not in folders_by_model else f"{model} ({folder})"] = path.parent
     known = sorted({model for folders_by_model in found.values() for model in folders_by_model})
-    unknown = [model for model in models if model not in known]
-    if unknown:
+    if unknown := [model for model in models if model not in known]:
         raise ValueError(f"Model {unknown[0]!r} has not been evaluated; choose from {', '.join(known)}.")
     ordered = {
         benchmark: {model: folders_by_model[model] for model in models or folders_by_model if model in folders_by_model}

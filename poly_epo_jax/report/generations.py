@@ -221,8 +221,8 @@ def _excerpts(texts: Mapping[str, Any]) -> dict[str, TextExcerpt]:
 
 def _cut(collection: Collection, bounds: Bounds) -> Collection:
     """Returns a collection whose problems and generations are limited to the bounds."""
-    problems = []
-    for problem in collection["problems"][: bounds.problems]:
-        shown = [generation for generation in problem["generations"] if generation["number"] < bounds.generations]
-        problems.append({**problem, "generations": shown})
+    problems = [
+        {**problem, "generations": [one for one in problem["generations"] if one["number"] < bounds.generations]}
+        for problem in collection["problems"][: bounds.problems]
+    ]
     return {**collection, "problems": problems}

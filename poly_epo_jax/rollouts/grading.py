@@ -181,8 +181,7 @@ async def _scores(
     task: Task, problem: Problem, generations: Sequence[Generation]
 ) -> list[tuple[Any, dict[str, float]]]:
     """Returns the reward of each generation, and its parts by name."""
-    outcomes = [generation.outcome for generation in generations if generation.outcome is not None]
-    if outcomes:
+    if outcomes := [generation.outcome for generation in generations if generation.outcome is not None]:
         return [(outcome.reward, {}) for outcome in outcomes]
     if isinstance(task, HasRewards):
         return await asyncio.gather(*(response_reward(task, problem, generation) for generation in generations))
@@ -216,16 +215,15 @@ def usable_groups(graded: Sequence[GradedGroup], reads_judge: bool, on_failure: 
         if `reads_judge`.
     """
     if on_failure == "distinct" and reads_judge:
-        return [_with_distinct_clusters(group) for group in graded]
+        return [
+            dataclasses.replace(group, clustering=clusters_of(range(len(group.group.generations))))
+            if isinstance(group.clustering, JudgeFailure)
+            else group
+            for group in graded
+        ]
     if on_failure == "drop_always" or reads_judge:
         return [group for group in graded if not isinstance(group.clustering, JudgeFailure)]
     return list(graded)
-
-
-def _with_distinct_clusters(graded: GradedGroup) -> GradedGroup:
-    if not isinstance(graded.clustering, JudgeFailure):
-        return graded
-    return dataclasses.replace(graded, clustering=clusters_of(range(len(graded.group.generations))))
 
 
 def clustered(graded: Sequence[GradedGroup]) -> list[GradedGroup]:

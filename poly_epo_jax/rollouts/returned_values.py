@@ -105,8 +105,8 @@ def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Flo
     for reward, number in zip(rewards, numbers, strict=True):
         if number is None or not 0 <= number <= 1 + 2**-24:  # float32 rounds valid numbers to at most 1.
             raise ValueError(
-                f"{_name(task)}.reward returned {_describe(reward)} for problem {problem.id!r}, but a reward must be a "
-                "number from 0 to 1; return a float, such as 1.0."
+                f"{type(task).__name__}.reward returned {_describe(reward)} for problem {problem.id!r}, but a reward "
+                "must be a number from 0 to 1; return a float, such as 1.0."
             )
     return np.array(numbers, np.float32)
 
@@ -137,9 +137,9 @@ def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> f
     number, rounding = _number(value), (high - low) * 2**-24
     if number is None or not low - rounding <= number <= high + rounding:
         raise InvalidRewardError(
-            f"{_name(task)}.rewards[{part.name!r}] returned {_describe(returned)} for problem {problem.id!r}, but must "
-            f"return a list with one number from {low:g} to {high:g}, or None, for the one completion; return floats, "
-            "or set Reward(function, range=(minimum, maximum))."
+            f"{type(task).__name__}.rewards[{part.name!r}] returned {_describe(returned)} for problem {problem.id!r}, "
+            f"but must return a list with one number from {low:g} to {high:g}, or None, for the one completion; return "
+            "floats, or set Reward(function, range=(minimum, maximum))."
         )
     return min(max((number - low) / (high - low), 0.0), 1.0)
 
@@ -154,7 +154,7 @@ def minimum_correct(task: Task) -> float:
     number = _number(minimum)
     if number is None or not 0 <= number <= 1:
         raise ValueError(
-            f"{_name(task)}.correct_from is {_describe(minimum)}, but must be a number from 0 to 1; correct it."
+            f"{type(task).__name__}.correct_from is {_describe(minimum)}, but must be a number from 0 to 1; correct it."
         )
     return float(number)
 
@@ -168,7 +168,8 @@ def maximum_reply(task: Task) -> int | None:
     limit = task.max_reply_tokens if isinstance(task, LimitsReplies) else None
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(
-            f"{_name(task)}.max_reply_tokens is {_describe(limit)}, but must be a positive integer or None; correct it."
+            f"{type(task).__name__}.max_reply_tokens is {_describe(limit)}, but must be a positive integer or None; "
+            "correct it."
         )
     return limit
 
@@ -185,7 +186,9 @@ def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering 
       ValueError: If the result is neither a valid clustering, nor a failure, nor None.
     """
     if flaw := _flaw(returned, len(group.generations), not isinstance(judge, LLMJudge)):
-        raise ValueError(f"{_name(judge)}.cluster returned an invalid result for problem {group.problem.id!r}: {flaw}.")
+        raise ValueError(
+            f"{type(judge).__name__}.cluster returned an invalid result for problem {group.problem.id!r}: {flaw}."
+        )
     return returned
 
 
@@ -202,21 +205,21 @@ def checked_counts(component: Any, counts: Any, others: Metrics) -> Metrics:
     """
     if not isinstance(counts, Mapping):
         raise ValueError(
-            f"{_name(component)}.metrics returned {_describe(counts)}; return a dict of numbers by name, such as "
-            "{'task/invalid': 2.0}."
+            f"{type(component).__name__}.metrics returned {_describe(counts)}; return a dict of numbers by name, "
+            "such as {'task/invalid': 2.0}."
         )
     numbers: Metrics = {}
     for name, value in counts.items():
         number = _number(value)
         if not isinstance(name, str) or number is None or abs(number) > sys.float_info.max:
             raise ValueError(
-                f"{_name(component)}.metrics returned {_describe(value)} for {name!r}; return finite numbers or NaN, "
-                "with strings as names."
+                f"{type(component).__name__}.metrics returned {_describe(value)} for {name!r}; return finite numbers "
+                "or NaN, with strings as names."
             )
         if name in others or is_reserved(name):
             raise ValueError(
-                f"{_name(component)}.metrics returned {name!r}, which is the name of another metric; choose another "
-                f"name, such as '{_name(component)}/{name.rpartition('/')[2]}'."
+                f"{type(component).__name__}.metrics returned {name!r}, which is the name of another metric; choose "
+                f"another name, such as '{type(component).__name__}/{name.rpartition('/')[2]}'."
             )
         numbers[name] = float(number)
     return numbers
@@ -286,7 +289,3 @@ def _describe(value: Any) -> str:
     shape = getattr(value, "shape", ())
     kind = f"{value.dtype} array of shape {tuple(shape)}" if shape else type(value).__name__
     return f"{_brief(value)} ({kind})"
-
-
-def _name(component: Any) -> str:
-    return type(component).__name__

@@ -127,11 +127,8 @@ class TurnQueue:
         waiting, self._waiting, self._num_waiting = sorted(self._waiting, key=lambda one: one.place), [], 0
         call = asyncio.create_task(self._call(waiting))
         self._calls.add(call)
-        call.add_done_callback(self._end_call)
-
-    def _end_call(self, call: asyncio.Task[None]) -> None:
-        self._calls.discard(call)
-        self._begin_if_due()
+        call.add_done_callback(self._calls.discard)
+        call.add_done_callback(lambda _: self._begin_if_due())
 
     async def _call(self, waiting: Sequence[Pending]) -> None:
         requests = [one.request for one in waiting]

@@ -75,8 +75,7 @@ def check_resume_config(workdir: Path, config: Config) -> None:
     new = json.loads(json.dumps(config.to_dict()))
     immutable = _immutable_keys(config)
     mutable = MUTABLE_KEYS if config.judge.verify else (*MUTABLE_KEYS, "audit.judge.")
-    changed = [key for key in changed_keys(saved, new) if key in immutable or not key.startswith(mutable)]
-    if changed:
+    if changed := [key for key in changed_keys(saved, new) if key in immutable or not key.startswith(mutable)]:
         reasons = [f"{key} ({immutable[key]})" if key in immutable else key for key in changed]
         raise ConfigError(
             f"{workdir} contains a run with different values of {', '.join(reasons)}; restore them, set "

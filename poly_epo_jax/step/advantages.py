@@ -100,8 +100,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
         return estimator.advantages(jax.random.fold_in(jax.random.key(seed), word), features)
 
     def advantages(step: int, problems: Sequence[Problem], features: Features) -> np.ndarray:
-        missing = [name for name in estimator.reads if name not in features]
-        if missing:
+        if missing := [name for name in estimator.reads if name not in features]:
             raise ValueError(
                 f"{estimator.title} requires the feature {missing[0]!r}, but the batch only has "
                 f"{', '.join(sorted(features))}; use a judge that provides it, or change algo.advantages or "
@@ -236,14 +235,12 @@ def _factory(
     return factory
 
 
-def _grpo_div(algo: AlgoSection) -> Estimator:
-    return _factory(set_rl.grpo_div_advantages, "GRPO+DIV", diversity_coef=(algo.diversity_coef, Range(0, 1000)))(algo)
-
-
 ADVANTAGES: Registry[Callable[..., Estimator]] = Registry(
     marginal_set=_marginal_set,
     grpo=_factory(set_rl.grpo_advantages, "GRPO"),
-    grpo_div=_grpo_div,
+    grpo_div=lambda algo: _factory(
+        set_rl.grpo_div_advantages, "GRPO+DIV", diversity_coef=(algo.diversity_coef, Range(0, 1000))
+    )(algo),
     shaped_product=_factory(set_rl.shaped_product_advantages, "Reward x diversity"),
     passk=_factory(set_rl.passk_advantages, "Pass@k training", lambda k: k + 1, k=(4, Range(1, 4095))),
     pkpo=_factory(set_rl.pkpo_advantages, "PKPO", lambda k: k, k=(4, Range(2, 4096))),

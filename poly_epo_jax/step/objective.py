@@ -94,8 +94,11 @@ class UpdateObjective:
             metrics["reference_kl"] = jnp.sum(kl)
         if self.entropy_coef:
             total -= self.entropy_coef * jnp.sum(tokens.weights * entropy)
-        metrics |= _mismatch(difference, generated.is_response) | corrections
-        metrics |= {
+        metrics |= corrections | {
+            "mismatch": jnp.sum(jnp.abs(difference)),
+            "mismatch_kl": jnp.sum(kl_estimate(difference)),  # estimates KL(sampler || trainer)
+            "mismatch_tokens": jnp.sum(generated.is_response),
+            "mismatch_max": jnp.max(jnp.abs(difference)),
             "entropy": jnp.sum(jnp.where(tokens.is_response, entropy, 0.0)),
             "tokens": jnp.sum(tokens.is_response),
             "padding": jnp.sum(batch.segment_ids == 0),
@@ -139,24 +142,6 @@ def _check_loss(total: Any, metrics: Any) -> None:
 def _num_segments(of_token: Bool[Array, " T"], ids: Int[Array, " T"]) -> Int[Array, ""]:
     """Returns the number of sequences of a row with at least one token for which `of_token` is True."""
     return jnp.sum(jnp.zeros(len(ids) + 1, bool).at[ids].max(of_token))
-
-
-def _mismatch(difference: Float[Array, "R T"], measured: Bool[Array, "R T"]) -> DeviceMetrics:
-    """Measures the mismatch between the log-probabilities of trainer and sampler.
-
-    Args:
-      difference: Trainer's minus sampler's log-probability of each measured token, and 0 elsewhere.
-      measured: True for the tokens to measure.
-
-    Returns:
-      Sums over the measured tokens, and the maximum. `mismatch_kl` estimates KL(sampler || trainer).
-    """
-    return {
-        "mismatch": jnp.sum(jnp.abs(difference)),
-        "mismatch_kl": jnp.sum(kl_estimate(difference)),
-        "mismatch_tokens": jnp.sum(measured),
-        "mismatch_max": jnp.max(jnp.abs(difference)),
-    }
 
 
 def summarize(sums: Sequence[dict[str, Any]], applied: Sequence[dict[str, Any]]) -> Metrics:
@@ -206,6 +191,5 @@ def check_finite(metrics: Metrics, where: str) -> None:
     Raises:
       DivergenceError: If a metric is not finite.
     """
-    non_finite = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
-    if non_finite:
+    if non_finite := [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]:
         raise DivergenceError(f"{where} produced non-finite metrics: {', '.join(non_finite)}")

@@ -89,7 +89,11 @@ class PolicyUpdate:
         self._accumulate = jit(self._add_gradient, donate_argnums=2, out_shardings=(weights, scalar))
         self._measure = jit(lambda params, batch: self._loss(params, batch)[1], out_shardings=scalar)
         self._apply = jit(self._apply_gradient, donate_argnums=0, out_shardings=(self.shardings, scalar))
-        self._skip = jax.jit(_without_gradient, donate_argnums=0, out_shardings=self.shardings)
+        self._skip = jax.jit(
+            lambda state: dataclasses.replace(state, updates=state.updates + 1),
+            donate_argnums=0,
+            out_shardings=self.shardings,
+        )
 
     def _state_shardings(self, weights: Params) -> TrainState:
         """Returns the shardings of the state. Moments are sharded like their weights, and scalars are replicated."""
@@ -290,10 +294,6 @@ def make_update(config: Config, model: Transformer, mesh: Mesh) -> PolicyUpdate:
     )
     total_updates = config.train.num_steps * updates_per_step(config.train)
     return PolicyUpdate(model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))
-
-
-def _without_gradient(state: TrainState) -> TrainState:
-    return dataclasses.replace(state, updates=state.updates + 1)
 
 
 def _float32_zeros(x: Any) -> jax.Array:

@@ -57,8 +57,7 @@ def write_study_report(folder: Path) -> Path:
     results = read_results(folder)
     page = folder / "report" / "report.html"
     body = "\n".join([_summary(results), *(_task(results, task) for task in results.tasks), _reproduction(results)])
-    title = f"Study: {folder.resolve().name.removeprefix('study-')}"
-    replace_file(page, [document(title, body)])
+    replace_file(page, [document(f"Study: {folder.resolve().name.removeprefix('study-')}", body)])
     replace_file(page.parent / "tables.md", [markdown(results).encode(errors="replace")])
     for task in results.tasks:
         for name, figure in {
@@ -74,16 +73,14 @@ def write_study_report(folder: Path) -> Path:
 def _summary(results: StudyResults) -> str:
     finished = sum(one.state.is_finished for one in results.results)
     lines = [f"<b>{finished} of {len(results.results)} runs finished</b>"]
-    unfinished = [one for one in results.results if not one.state.is_finished]
-    if unfinished:
+    if unfinished := [one for one in results.results if not one.state.is_finished]:
         named = ", ".join(f"{one.key.path} ({one.state})" for one in unfinished)
         lines.append(
             f"Unfinished runs, which are excluded from all means: {html.escape(named)}. Their curves are thin dotted "
             "lines, and crosses mark their last evaluations"
         )
-    links = [f'<a href="#task-{index}">{html.escape(task)}</a>' for index, task in enumerate(results.tasks)]
-    links.append('<a href="#reproduction">reproduction</a>')
-    lines.append(f"On this page: {', '.join(links)}")
+    tasks = [f'<a href="#task-{index}">{html.escape(task)}</a>' for index, task in enumerate(results.tasks)]
+    lines.append("On this page: " + ", ".join([*tasks, '<a href="#reproduction">reproduction</a>']))
     return f"<ul class='summary'>{''.join(f'<li>{line}.</li>' for line in lines)}</ul>"
 
 
@@ -103,11 +100,11 @@ def _task(results: StudyResults, task: str) -> str:
         entry = describe(metric)
         parts.append(_figure(entry.title, entry.meaning, figures.plot_curves(results, task, metric), task))
     for benchmark in results.benchmarks(task):
-        figure = plot_pass_at_k(results, task, benchmark)
-        parts.append(_figure(f"pass@k on {benchmark}", EVALUATED_PASS_AT_K, figure, task))
-        parts.append(_tables(pass_at_k_tables(results, task, benchmark)))
-        figure = figures.plot_branching(results, task, benchmark)
-        parts.append(_figure(f"Branching on {benchmark}", BRANCHING, figure, task))
+        parts += [
+            _figure(f"pass@k on {benchmark}", EVALUATED_PASS_AT_K, plot_pass_at_k(results, task, benchmark), task),
+            _tables(pass_at_k_tables(results, task, benchmark)),
+            _figure(f"Branching on {benchmark}", BRANCHING, figures.plot_branching(results, task, benchmark), task),
+        ]
     return "".join([*parts, "</section>"])
 
 
@@ -119,11 +116,10 @@ def _figure(title: str, explanation: str, figure: Figure | None, task: str) -> s
 
 
 def _tables(tables: Mapping[str, Table]) -> str:
-    parts = []
-    for title, (header, *rows) in tables.items():
-        heading = f"<h4>{html.escape(title)}</h4>" if title else ""
-        parts.append(f"{heading}{text_table(header, rows)}")
-    return "".join(parts)
+    return "".join(
+        (f"<h4>{html.escape(title)}</h4>" if title else "") + text_table(header, rows)
+        for title, (header, *rows) in tables.items()
+    )
 
 
 def markdown(results: StudyResults) -> str:
@@ -141,9 +137,8 @@ def markdown(results: StudyResults) -> str:
 
 def _reproduction(results: StudyResults) -> str:
     """Returns the last section of the page, as HTML."""
-    labels = {one.key.path: one for one in results.results}
     settings = settings_section(
-        {label: one.config for label, one in labels.items()}, {label: one.versions for label, one in labels.items()}
+        {one.key.path: one.config for one in results.results}, {one.key.path: one.versions for one in results.results}
     )
     return (
         '<section id="reproduction"><h2>Reproduction</h2>'

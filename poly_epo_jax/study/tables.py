@@ -46,8 +46,7 @@ def pass_at_k_tables(results: StudyResults, task: str, benchmark: str) -> dict[s
       benchmark: Label of the benchmark.
     """
     references = {label: curve_of(found) for label, found in results.references(task, benchmark).items()}
-    curves = {cell: curves_of(results.of(cell), benchmark) for cell in results.cells(task)}
-    curves = {cell: found for cell, found in curves.items() if found}
+    curves = {cell: found for cell in results.cells(task) if (found := curves_of(results.of(cell), benchmark))}
     ks = _shared_ks([*references.values(), *(one for found in curves.values() for one in found)])
     names = [f"{benchmark}: {at(PASS, k)}" for k in ks]
     titles = [at(PASS, k) for k in ks]

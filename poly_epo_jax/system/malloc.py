@@ -31,7 +31,6 @@ def keep_freed_memory() -> bool:
 
 def _cpu_only() -> bool:
     """Returns True if the CPU is JAX's only device. Does not import JAX."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms:
+    if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms == "cpu"
     return not importlib.metadata.entry_points(group="jax_plugins") and importlib.util.find_spec("libtpu") is None

@@ -155,8 +155,7 @@ def _schemas(reference: str, environment: Any) -> tuple[Mapping[str, Any], ...]:
     """Returns the definitions of the tools of an environment."""
     from transformers.utils.chat_template_utils import get_json_schema  # takes seconds, and workers do not require it
 
-    missing = [name for name in ("reset", "get_reward") if not callable(getattr(environment, name, None))]
-    if missing:
+    if missing := [name for name in ("reset", "get_reward") if not callable(getattr(environment, name, None))]:
         raise ValueError(
             f"{type(environment).__name__} of task.options.factory={reference!r} has no method {missing[0]}; add it."
         )

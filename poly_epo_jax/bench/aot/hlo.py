@@ -154,8 +154,7 @@ def loop_trips(program: Program, loop: Instruction) -> int | None:
       The trip count that XLA determined, or the constant with which the loop counter is compared. None if the trip
       count depends on the data.
     """
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if known:
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
     condition = program.computations[loop.named("condition")]
     constants = [one for one in condition if one.opcode == "constant" and one.shape in ("s32[]", "u32[]", "s64[]")]

@@ -82,8 +82,7 @@ class EmbeddedSampler:
         slots, version = self._slots(requests, sampling), self.version
         while not slots.is_done:
             for finished in await run_to_completion(asyncio.to_thread(slots.advance)):
-                stopped = bool((self.stop_ids == finished.token_ids[-1]).any())
-                reason = "stop" if stopped else "length"
+                reason = "stop" if finished.token_ids[-1] in self.stop_ids else "length"
                 versions = np.full(len(finished.token_ids), version, np.int32)
                 yield Completion(*origins[finished.job], finished.token_ids, finished.logprobs, reason, versions)
 
