@@ -215,10 +215,11 @@ def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
     cache = Path(config.compilation_cache_dir) / CHECKED
     verify_attention_kernel(config.model.attention, prepared.model_config, prepared.mesh, cache)
     section = dataclasses.replace(config.model, remat=hosts.run_on_first(lambda: prepared.model_config.remat))
-    if config.model.path:
-        folder = find_model(config.model.path)
-    else:
-        folder = hosts.run_on_first(lambda: base_policy(config, prepared.task, mesh))
+    folder = (
+        find_model(config.model.path)
+        if config.model.path
+        else hosts.run_on_first(lambda: base_policy(config, prepared.task, mesh))
+    )
     policy = open_policy(folder, section, max_sequence_tokens(config), config.lora)
     check_stop_ids(policy)
     hosts.run_on_all(lambda: check_resume_model(Path(config.workdir), policy.path))

@@ -17,8 +17,7 @@ import numpy as np
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.judges.capacity import TOKENS_PER_FRAME, TOKENS_PER_VERDICT
-from poly_epo_jax.judges.paraphrase import Paraphraser
-from poly_epo_jax.judges.probes import PROBES, copy_of
+from poly_epo_jax.judges.probes import PROBES, Paraphraser, copy_of
 from poly_epo_jax.judges.reply import ReplyError
 from poly_epo_jax.judges.variants import FIRST, Variant
 from poly_epo_jax.metrics.agreement import degenerate_as_singletons, pairwise_agreement
@@ -134,8 +133,7 @@ async def _request(judge: Judge, group: RecordedGroup, variant: Variant) -> np.n
 def empty_row(step: int, group: RecordedGroup, failures: Mapping[str, str] | None = None) -> Row:
     """Returns a row with the columns of `AUDITED` without results."""
     shown = {"step": step, "group": group.name, "rewards": list(group.rewards), "clusters": list(group.clusters or ())}
-    probes = dict.fromkeys((*REPEATED, *PROBES))
-    return {**shown, "auditor": None, "probes": probes, "failures": dict(failures or {})}
+    return {**shown, "auditor": None, "probes": dict.fromkeys((*REPEATED, *PROBES)), "failures": dict(failures or {})}
 
 
 def missing_audits(

@@ -78,8 +78,7 @@ class RunContext:
     def mesh(self) -> Mesh:
         """Mesh of the run. Raises ConfigError if the model cannot be sharded over it."""
         mesh = make_mesh(**self.config.mesh)
-        sizes = dataclasses.asdict(self.model_config)
-        check_mesh(self.config.mesh, mesh.shape, sizes, row_tokens(self.config))
+        check_mesh(self.config.mesh, mesh.shape, dataclasses.asdict(self.model_config), row_tokens(self.config))
         return mesh
 
     @functools.cached_property

@@ -120,8 +120,9 @@ def _sampler(run: RunContext, policy: Policy) -> Sampler:
 
 def _with_short_timeouts(section: _Section) -> _Section:
     """Limits the timeouts of a configuration section: 60 s for a response or a weight update, 20 s for no response."""
-    timeout_seconds, wait_seconds = min(section.timeout_seconds, 60.0), min(section.wait_seconds, 20.0)
-    return dataclasses.replace(section, timeout_seconds=timeout_seconds, wait_seconds=wait_seconds)
+    return dataclasses.replace(
+        section, timeout_seconds=min(section.timeout_seconds, 60.0), wait_seconds=min(section.wait_seconds, 20.0)
+    )
 
 
 @contextlib.contextmanager
@@ -151,12 +152,17 @@ async def _check_servers(run: RunContext, policy: Policy, params: Params | None)
     config = run.config
     urls = [url.strip().rstrip("/") for url in config.rollouts.urls.split(",")]
     groups = await asyncio.gather(*(_generate(run, policy, url) for url in urls), return_exceptions=True)
-    scorer = None
-    if params is not None:
-        max_sequence_tokens = config.train.max_prompt_tokens + MAX_TOKENS
-        scorer = ReferenceScorer(
-            policy.config, params, run.local_mesh, config.sampling.temperature, max_sequence_tokens
+    scorer = (
+        None
+        if params is None
+        else ReferenceScorer(
+            policy.config,
+            params,
+            run.local_mesh,
+            config.sampling.temperature,
+            max_sequence_tokens=config.train.max_prompt_tokens + MAX_TOKENS,
         )
+    )
     return [_finding(url, one, scorer, config.rollouts.weights_dtype) for url, one in zip(urls, groups, strict=True)]
 
 

@@ -147,8 +147,7 @@ async def _draw_missing(
     num_generations: int,
 ) -> dict[str, str]:
     num_turns = sampling.max_turns if isinstance(benchmark.task, Interactive) else 1
-    load = JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens, num_turns)
-    await warn_capacity(judge, load)
+    await warn_capacity(judge, JudgeLoad(num_generations, rollouts.max_prompt_tokens, sampling.max_tokens, num_turns))
     if model.params is not None:
         await rollouts.push_weights(model.params, 0)
     with progress_bar(f"{folder.name} on {benchmark.label}: problems", len(benchmark.problems)) as show:

@@ -22,7 +22,7 @@ from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.rollouts.rewards import mean_parts
 from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.signals import StopSignal
-from poly_epo_jax.types import GradedGroup, Group, HasMetrics, Interactive, Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Group, Interactive, Judge, Metrics, Problem, Sampling, Task
 
 
 async def evaluate_held_out(
@@ -93,11 +93,7 @@ async def _draw(
     """Returns the graded groups, and the counters of judge and environment. Must run in a separate task."""
     EVALUATES.set(True)
     graded = await grade_groups(groups, problems, task, judge, timeout_seconds=rollouts.grading_timeout_seconds)
-    counts: Metrics = {}
-    for part in (judge, rollouts.environments):
-        if isinstance(part, HasMetrics):
-            counts |= checked_counts(part, part.metrics(), counts)
-    return graded, counts
+    return graded, checked_counts(judge, rollouts.environments)
 
 
 def _arrays(graded: Sequence[GradedGroup]) -> dict[str, list[np.ndarray]]:

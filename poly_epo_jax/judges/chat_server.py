@@ -195,8 +195,7 @@ def _status_of(error: dict[str, Any]) -> int:
     """Returns the HTTP status that corresponds to the error object of a response with status 200."""
     if re.fullmatch("[45][0-9][0-9]", str(error.get("code"))):
         return int(error["code"])
-    names = " ".join(str(error.get(name)) for name in ("code", "type", "status"))
-    return 429 if RATE_LIMITED.search(names) else 500
+    return 429 if any(RATE_LIMITED.search(str(error.get(name))) for name in ("code", "type", "status")) else 500
 
 
 def _read_key(variable: str, name: str) -> str:

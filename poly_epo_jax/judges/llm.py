@@ -155,8 +155,7 @@ class LLMJudge:
             with contextlib.suppress(ReplyError):  # the first prompt reports the error
                 async with self._server.open_client() as client:
                     context = read_context(await self._server.send(client, "GET", "/models"), self.model)
-        has_schema = self._response_format == "json_schema"
-        per_verdict = TOKENS_PER_VERDICT if has_schema else TOKENS_PER_FREE_VERDICT
+        per_verdict = TOKENS_PER_VERDICT if self._response_format == "json_schema" else TOKENS_PER_FREE_VERDICT
         return capacity_warnings(
             load, self._rubric, self._max_response_chars, self._max_tokens, context, per_verdict, self._section
         )

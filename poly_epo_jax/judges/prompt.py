@@ -168,10 +168,9 @@ def shorten(text: str, max_chars: int, code: str) -> str:
 
 def reply_schema(num_responses: int, keys: ReplyKeys = DEFAULT_KEYS) -> dict[str, Any]:
     """Returns the JSON schema of a reply: for each key "1" to "N", in order, a short rationale and a cluster id."""
-    clusters = [*range(1, num_responses + 1), DEGENERATE_CLUSTER]
     verdict = {
         keys.rationale: {"type": "string", "pattern": RATIONALE_PATTERN},
-        keys.cluster: {"type": "integer", "enum": clusters},
+        keys.cluster: {"type": "integer", "enum": [*range(1, num_responses + 1), DEGENERATE_CLUSTER]},
     }
     return _closed_object({str(number): _closed_object(verdict) for number in range(1, num_responses + 1)})
 

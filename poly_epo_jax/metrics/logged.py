@@ -517,8 +517,7 @@ def describe(name: str) -> LoggedMetric:
         return LoggedMetric(f"Held-out {metric.title}", metric.meaning, **shown)
     prefix, _, last = name.rpartition("/")
     family = LOGGED_METRICS.get(f"{prefix}/*", LoggedMetric(name, ""))
-    named = dataclasses.replace(family, title=family.title.replace("{name}", last))
-    return LOGGED_METRICS.get(name, named)
+    return LOGGED_METRICS.get(name, dataclasses.replace(family, title=family.title.replace("{name}", last)))
 
 
 HELD_OUT_REWARD, HELD_OUT_SOLVED = held_out("reward"), held_out("solved")

@@ -34,7 +34,7 @@ from poly_epo_jax.startup.command_line import KEY, with_overrides
 from poly_epo_jax.system.digests import json_digest, option_digests
 from poly_epo_jax.system.json_files import Columns, Row, append_rows, keep_rows, read_rows, sort_rows
 from poly_epo_jax.system.user_path import user_path
-from poly_epo_jax.types import Clustering, HasMetrics, Judge, JudgeFailure, JudgeLoad
+from poly_epo_jax.types import Clustering, Judge, JudgeFailure, JudgeLoad
 
 CLUSTERINGS, TIMING = "clusterings.jsonl", "timing.jsonl"
 
@@ -187,9 +187,8 @@ async def judge_groups(
             start = time.monotonic()
             row = await request_clustering(judge, group, variant)
             timing: Row = {"problem": group.name, **variant._asdict(), "seconds": time.monotonic() - start}
-            counts = checked_counts(judge, judge.metrics(), {}) if isinstance(judge, HasMetrics) else {}
             # If the process is killed between the two writes, the request is repeated, and each request has its timing.
-            append_rows(folder / TIMING, [timing | counts])
+            append_rows(folder / TIMING, [timing | checked_counts(judge)])
             append_rows(path, [row])
         num_complete += 1
         show(num_complete)

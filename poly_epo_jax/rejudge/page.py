@@ -66,12 +66,14 @@ def write_page(
 def _judges_section(judges: Mapping[str, Any], timings: Mapping[str, Mapping[str, float]]) -> str:
     counters = list(dict.fromkeys(name for timing in timings.values() for name in timing))
     header = ["judge", *(title for title, _ in JUDGE_COLUMNS.values()), "failures"]
-    cells = []
-    for label, found in judges.items():
-        failures = ", ".join(f"{kind}: {count}" for kind, count in found["failures"].items()) or "-"
-        cells.append(
-            [html.escape(label), *(interval_cell(found[name]) for name in JUDGE_COLUMNS), html.escape(failures)]
-        )
+    cells = [
+        [
+            html.escape(label),
+            *(interval_cell(found[name]) for name in JUDGE_COLUMNS),
+            html.escape(", ".join(f"{kind}: {count}" for kind, count in found["failures"].items()) or "-"),
+        ]
+        for label, found in judges.items()
+    ]
     times = [
         [label, *(f"{timing[name]:.4g}" if name in timing else "-" for name in counters)]
         for label, timing in timings.items()

@@ -96,8 +96,9 @@ def plot_held_out_pass_at_k(runs: figures.Runs) -> Figure | None:
     if len(bases) == 1:
         bases = {"base": bases.popitem()[1]}
     shown = {label: _without_largest_k(results) for label, results in (last | bases).items()}
-    title = "Held-out pass@k at the last evaluation"
-    return plot_pass_at_k({title: shown}, figures.styles(list(shown)), (6.5, 3.8))
+    return plot_pass_at_k(
+        {"Held-out pass@k at the last evaluation": shown}, figures.styles(list(shown)), panel_size=(6.5, 3.8)
+    )
 
 
 def _without_largest_k(results: Results) -> Results:

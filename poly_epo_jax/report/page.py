@@ -122,11 +122,14 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
 def _table(
     models: Mapping[str, Mapping[str, Any]], columns: Mapping[str, evaluation.EvaluationMetric], line_styles: LineStyles
 ) -> str:
-    rows = []
-    for model, results in models.items():
-        swatch = f'<span class="swatch look{figures.COLORS.index(line_styles[model]["color"])}"></span>'
-        cells = [interval_cell(results["metrics"].get(name), metric.digits) for name, metric in columns.items()]
-        rows.append([f"{swatch}{html.escape(model)}", *cells])
+    looks = {model: f"look{figures.COLORS.index(line_styles[model]['color'])}" for model in models}
+    rows = [
+        [
+            f'<span class="swatch {looks[model]}"></span>{html.escape(model)}',
+            *(interval_cell(results["metrics"].get(name), metric.digits) for name, metric in columns.items()),
+        ]
+        for model, results in models.items()
+    ]
     return table(["model", *(html.escape(metric.title) for metric in columns.values())], rows, "results")
 
 
@@ -148,10 +151,14 @@ def metrics_table(finals: Mapping[str, Mapping[str, float]]) -> str:
         words_and_numbers = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", metric)]
         return [not logged.is_held_out(metric), "/" in metric, *words_and_numbers]
 
-    rows = []
-    for metric in sorted({metric for values in finals.values() for metric in values}, key=natural):
-        cells = [f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values()]
-        rows.append([html.escape(metric), *cells, html.escape(logged.describe(metric).meaning)])
+    rows = [
+        [
+            html.escape(metric),
+            *(f"{values[metric]:.4g}" if metric in values else "-" for values in finals.values()),
+            html.escape(logged.describe(metric).meaning),
+        ]
+        for metric in sorted({metric for values in finals.values() for metric in values}, key=natural)
+    ]
     header = ["metric", *map(html.escape, finals), "meaning"]
     return (
         "<section><h2>Final metrics of the runs</h2><p class='muted'>Held-out metrics are from the last "
@@ -219,10 +226,13 @@ def _versions_table(versions: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
         return '<p class="muted">The runs do not record the versions that they were trained with.</p>'
     names = list(dict.fromkeys(name for used in runs_of for name, _ in used))
     everyone = sum(bool(used) for used in versions.values())
-    rows = []
-    for used, labels in runs_of.items():
-        runs = f"all {everyone} runs" if len(labels) == everyone > 1 else ", ".join(labels)
-        rows.append([runs, *(dict(used).get(name, "") or "-" for name in names)])
+    rows = [
+        [
+            f"all {everyone} runs" if len(labels) == everyone > 1 else ", ".join(labels),
+            *(dict(used).get(name, "") or "-" for name in names),
+        ]
+        for used, labels in runs_of.items()
+    ]
     several = "" if len(runs_of) == 1 else "<p><b>Not all steps were trained with the same versions.</b></p>"
     note = '<p class="muted">A commit that ends in + had uncommitted changes.</p>'
     return f"{several}{text_table(['runs', *names], rows)}{note}"

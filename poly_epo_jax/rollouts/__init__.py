@@ -71,10 +71,9 @@ def _trained_client(
         sync = DiskSync(Path(section.weights_dir), run, model.config, section.weights_dtype)
     else:
         sync = TensorSync(model.config, section.weights_dtype, section.tensor_parallel)
-    reference = WeightReference(model, mesh, section.weights_dtype)
     check = ContentCheck(
         dialect,
-        reference,
+        WeightReference(model, mesh, section.weights_dtype),
         max_sequence_tokens(config),
         model.config.vocab_size,
         stop_ids,

@@ -84,8 +84,7 @@ def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:
     The templates of some thinking models, such as Qwen3, remove the think blocks of earlier messages. In training, the
     policy sees its previous turns unchanged.
     """
-    asked = render_chat(tokenizer, [_QUESTION])
-    seen = asked + _ANSWER + _chat_text_between(tokenizer, "message")
+    seen = render_chat(tokenizer, [_QUESTION]) + _ANSWER + _chat_text_between(tokenizer, "message")
     return render_chat(tokenizer, _conversation("message")) != seen
 
 
@@ -145,8 +144,7 @@ def _chat_text_between(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
 
 
 def _after_answer(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
-    answer = _ANSWER.rpartition("\n")[2]
-    _, found, after = render_chat(tokenizer, _conversation(content)).partition(answer)
+    _, found, after = render_chat(tokenizer, _conversation(content)).partition(_ANSWER.rpartition("\n")[2])
     if not found:
         raise ValueError(
             "The chat template of the policy's tokenizer omits the message of the assistant in a conversation of "

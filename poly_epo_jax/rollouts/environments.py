@@ -89,8 +89,7 @@ class Environments:
         while num_failures < MAX_ATTEMPTS:
             self.count("retries", failure is not None)
             # An episode that has ended its worker would interrupt the other episodes of the next one, too.
-            isolate = failure is not None and failure.kind in ("late", "lost")
-            episode = RunningEpisode(self, problem, isolate)
+            episode = RunningEpisode(self, problem, isolate=failure is not None and failure.kind in ("late", "lost"))
             try:
                 await episode.start(seed)
                 generation = first

@@ -118,8 +118,7 @@ async def _rewarded(
     """Returns the group without the generations whose reward failed, and the rewards of the others with their parts."""
 
     async def score(part: Sequence[Generation]) -> list[tuple[Any, dict[str, float]]] | CallFailure:
-        work = _scores(task, group.problem, part)
-        found = await limited_call(work, task, "reward", group.problem, timeout_seconds)
+        found = await limited_call(_scores(task, group.problem, part), task, "reward", group.problem, timeout_seconds)
         if isinstance(found, CallFailure) and (count := num_abandoned_threads()) >= MAX_ABANDONED:
             raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {found.reason}")
         return found

@@ -34,7 +34,6 @@ from poly_epo_jax.types import (
     FinishReason,
     Generation,
     Group,
-    HasMetrics,
     Interactive,
     Metrics,
     Params,
@@ -115,9 +114,8 @@ class Rollouts:
 
     def metrics(self) -> Metrics:
         """Returns the sampler's counters since the last call and, if above 0, the number of replaced characters."""
-        sampler, count, self._num_replaced = self.sampler, self._num_replaced, 0
-        counts = checked_counts(sampler, sampler.metrics(), {}) if isinstance(sampler, HasMetrics) else {}
-        return counts | ({"rollouts/replaced_characters": float(count)} if count else {})
+        count, self._num_replaced = self._num_replaced, 0
+        return checked_counts(self.sampler) | ({"rollouts/replaced_characters": float(count)} if count else {})
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling

@@ -15,6 +15,7 @@ from poly_epo_jax.metrics.logged import is_reserved
 from poly_epo_jax.types import (
     Clustering,
     Group,
+    HasMetrics,
     Judge,
     JudgeFailure,
     LimitsReplies,
@@ -192,36 +193,37 @@ def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering 
     return returned
 
 
-def checked_counts(component: Any, counts: Any, others: Metrics) -> Metrics:
-    """Validates and returns the counters of a task, judge or sampler.
+def checked_counts(*components: Any) -> Metrics:
+    """Collects and validates the counters of tasks, judges and samplers, for those that have counters.
 
     Args:
-      component: Component that returned the counters.
-      counts: The counters.
-      others: Counters of other components.
+      *components: The components. Their counters have different names.
 
     Raises:
       ValueError: If the counters are not a dict of finite numbers or NaN, or if a name is already in use.
     """
-    if not isinstance(counts, Mapping):
-        raise ValueError(
-            f"{type(component).__name__}.metrics returned {_describe(counts)}; return a dict of numbers by name, "
-            "such as {'task/invalid': 2.0}."
-        )
     numbers: Metrics = {}
-    for name, value in counts.items():
-        number = _number(value)
-        if not isinstance(name, str) or number is None or abs(number) > sys.float_info.max:
+    for component in (one for one in components if isinstance(one, HasMetrics)):
+        counts: Any = component.metrics()
+        class_name = type(component).__name__
+        if not isinstance(counts, Mapping):
             raise ValueError(
-                f"{type(component).__name__}.metrics returned {_describe(value)} for {name!r}; return finite numbers "
-                "or NaN, with strings as names."
+                f"{class_name}.metrics returned {_describe(counts)}; return a dict of numbers by name, such as "
+                "{'task/invalid': 2.0}."
             )
-        if name in others or is_reserved(name):
-            raise ValueError(
-                f"{type(component).__name__}.metrics returned {name!r}, which is the name of another metric; choose "
-                f"another name, such as '{type(component).__name__}/{name.rpartition('/')[2]}'."
-            )
-        numbers[name] = float(number)
+        for name, value in counts.items():
+            number = _number(value)
+            if not isinstance(name, str) or number is None or abs(number) > sys.float_info.max:
+                raise ValueError(
+                    f"{class_name}.metrics returned {_describe(value)} for {name!r}; return finite numbers or NaN, "
+                    "with strings as names."
+                )
+            if name in numbers or is_reserved(name):
+                raise ValueError(
+                    f"{class_name}.metrics returned {name!r}, which is the name of another metric; choose another "
+                    f"name, such as '{class_name}/{name.rpartition('/')[2]}'."
+                )
+            numbers[name] = float(number)
     return numbers
 
 

@@ -11,7 +11,7 @@ from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.system.run_to_completion import cancel_all
 from poly_epo_jax.system.signals import StopSignal
-from poly_epo_jax.types import GradedGroup, HasMetrics, Judge, Metrics, Problem, Sampling, Task
+from poly_epo_jax.types import GradedGroup, Judge, Metrics, Problem, Sampling, Task
 
 _Share = tuple[list[GradedGroup], Metrics]
 """Groups in data order, and the counters of task, judge and sampler since the previous round."""
@@ -75,11 +75,7 @@ class Rounds:
             groups = self.rollouts.generate(share, self.num_generations, self.sampling(step))
             limits = self.rollouts.grading_timeout_seconds, self.min_group
             graded = await grade_groups(groups, share, self.task, self.judge, None, clock, *limits)
-            counts: Metrics = {}
-            for part in (self.task, self.judge, self.rollouts, self.rollouts.environments):
-                if isinstance(part, HasMetrics):
-                    counts |= checked_counts(part, part.metrics(), counts)
-            return graded, counts
+            return graded, checked_counts(self.task, self.judge, self.rollouts, self.rollouts.environments)
 
         self.started.append(Round(step, problems, asyncio.create_task(make())))
 

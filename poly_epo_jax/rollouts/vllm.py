@@ -129,8 +129,11 @@ class VLLM(Dialect):
         salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
 
         async def one(index: int) -> ServerCompletion | InvalidResponseError:
-            seeded = parameters | {"seed": int(request.seeds[index])}
-            body = {"token_ids": prompt_ids, "sampling_params": seeded} | salt
+            body = {
+                "token_ids": prompt_ids,
+                "sampling_params": parameters | {"seed": int(request.seeds[index])},
+                **salt,
+            }
             response = await client.post(f"{url}/{GENERATE}", json=body)
             check_accepted(response, url, request)
             try:

@@ -178,10 +178,9 @@ def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
     """
     tolerance = MEMORY_TOLERANCE if plan.machine.platform == "cpu" else 1
     if plan.memory_bytes is not None and plan.needed_bytes > tolerance * plan.memory_bytes:
-        rollouts = config.rollouts
         peak_use = {
             "gradient": f"train.rows_per_device={plan.rows_per_device} of train.row_tokens={plan.row_tokens} tokens",
-            "generate": f"rollouts.max_concurrent={rollouts.max_concurrent} responses",
+            "generate": f"rollouts.max_concurrent={config.rollouts.max_concurrent} responses",
         }.get(plan.peak_stage, "the model with its optimizer")
         advice = {
             "gradient": f"set train.rows_per_device={rows_that_fit}" if rows_that_fit else "lower train.row_tokens",

@@ -188,8 +188,10 @@ def check_resume_inputs(config: Config, judge: Judge) -> dict[str, str]:
 
 def problem_digests(task: Task) -> dict[str, str]:
     """Returns digests of the training and held-out problems of a task, and of their order, see `problems_digest`."""
-    parts = {"training problems": task.train_problems, "held-out problems": task.held_out_problems}
-    return {name: problems_digest(part) for name, part in parts.items()}
+    return {
+        "training problems": problems_digest(task.train_problems),
+        "held-out problems": problems_digest(task.held_out_problems),
+    }
 
 
 def reference_digests(reference: Params) -> dict[str, str]:

@@ -29,8 +29,7 @@ def check_resume_code(config: Config) -> dict[str, Any]:
     """
     workdir, files = Path(config.workdir), code_files(config)
     code = dict(zip((file.name for file in files), file_digests(files), strict=True))
-    is_resumed = run_folder.resumable_config(workdir) is not None
-    about = run_folder.read_about(workdir) if is_resumed else {}
+    about = run_folder.read_about(workdir) if run_folder.resumable_config(workdir) is not None else {}
     saved, changes = about.get("code", code), about.get("code_changes", [])
     changed = sorted(name for name in code.keys() | saved.keys() if code.get(name) != saved.get(name))
     if changed and not config.checkpoint.accept_changed_code:

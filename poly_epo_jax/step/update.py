@@ -118,8 +118,7 @@ class PolicyUpdate:
         inputs = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
         hidden, statistics = policy.hidden_states(*inputs)
         targets, is_response = jnp.asarray(batch.targets), jnp.asarray(batch.weights) > 0
-        values = token_logprobs(hidden, policy.head, targets, is_response, self.objective.temperature)
-        return values, statistics
+        return token_logprobs(hidden, policy.head, targets, is_response, self.objective.temperature), statistics
 
     def _loss(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, DeviceMetrics]:
         values, statistics = self._forward(params, batch)

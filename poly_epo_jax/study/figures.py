@@ -228,9 +228,8 @@ def draw_band(
     steps = seeds[0][0]
     for other, _ in seeds[1:]:
         steps = np.intersect1d(steps, other)
-    table = np.stack([values[np.isin(at, steps)] for at, values in seeds])
-    if not marked:
-        table = np.stack([figures.smooth(values) for values in table])
+    curves = [values[np.isin(at, steps)] for at, values in seeds]
+    table = np.stack(curves if marked else [figures.smooth(values) for values in curves])
     if places:
         steps = np.array([np.mean([of_seed[step] for of_seed in places]) for step in steps.tolist()])
     line = hollow_line(style) if marked else {**style, "marker": ""}
@@ -251,8 +250,10 @@ def add_legend(figure: Figure, results: StudyResults, *others: Line2D) -> None:
       results: Results of the study, with the methods of the legend.
       *others: Further legend handles.
     """
-    handles = [Line2D([], [], fillstyle="none", markersize=7, **style) for style in line_styles(results).values()]
-    handles += others
+    handles = [
+        *(Line2D([], [], fillstyle="none", markersize=7, **style) for style in line_styles(results).values()),
+        *others,
+    ]
     columns = max(1, int(figure.get_figwidth() / 1.8))
     rows = -(-len(handles) // columns)
     figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # keeps the size of the panels

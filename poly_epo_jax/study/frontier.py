@@ -65,8 +65,7 @@ def plot_frontier(results: StudyResults, task: str) -> Figure | None:
             position: tuple[Any, Any] = run.at_end(CORRECT_OF_8), run.at_end(REWARD)
             panels[0].plot(*position, "x", color=line_styles(results)[run.key.method]["color"], markersize=5, alpha=0.8)
         panels[0].margins(0.12)
-        text = "unfinished run (last evaluation)"
-        cross = Line2D([], [], color="#555555", marker="x", linestyle="", label=text)
+        cross = Line2D([], [], color="#555555", marker="x", linestyle="", label="unfinished run (last evaluation)")
         add_legend(figure, results, *[cross][: len(ended)])
         if crowd:
             _enlarge(panels[1], crowd)

@@ -155,12 +155,11 @@ class ProgramReport:
         runs = self._workload.runs
         total = sum(count * seconds[name] for name, count in runs.items())
         useful = sum(count * self._useful_flops(name) for name, count in runs.items())
-        gradient = self._useful_flops("gradient") / seconds["gradient"] / self._rates.flops_per_second
         return {
             "runs": runs,
             "update_seconds": total,
             "update_mfu": useful / total / self._rates.flops_per_second,
-            "gradient_mfu": gradient,
+            "gradient_mfu": self._useful_flops("gradient") / seconds["gradient"] / self._rates.flops_per_second,
             "tokens_per_sequence": float((self._workload.prompt_lengths + self._workload.response_lengths).mean()),
             "pad_share": self._workload.pad_share,
             "attention_work_ratio": self._attention_ratio(),
