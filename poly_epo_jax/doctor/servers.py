@@ -152,17 +152,12 @@ async def _check_servers(run: RunContext, policy: Policy, params: Params | None)
     config = run.config
     urls = [url.strip().rstrip("/") for url in config.rollouts.urls.split(",")]
     groups = await asyncio.gather(*(_generate(run, policy, url) for url in urls), return_exceptions=True)
-    scorer = (
-        None
-        if params is None
-        else ReferenceScorer(
-            policy.config,
-            params,
-            run.local_mesh,
-            config.sampling.temperature,
-            max_sequence_tokens=config.train.max_prompt_tokens + MAX_TOKENS,
+    scorer = None
+    if params is not None:
+        max_sequence_tokens = config.train.max_prompt_tokens + MAX_TOKENS
+        scorer = ReferenceScorer(
+            policy.config, params, run.local_mesh, config.sampling.temperature, max_sequence_tokens
         )
-    )
     return [_finding(url, one, scorer, config.rollouts.weights_dtype) for url, one in zip(urls, groups, strict=True)]
 
 

@@ -44,7 +44,8 @@ def random_params(model_config: ModelConfig, mesh: Mesh) -> Params:
       mesh: Mesh over which the weights are sharded.
     """
     shardings = param_shardings(abstract_model(model_config), mesh)
-    return jax.device_put(jax.device_get(jax.jit(lambda: init_params(model_config))()), shardings)
+    params = jax.jit(lambda: init_params(model_config))()
+    return jax.device_put(jax.device_get(params), shardings)
 
 
 def random_sequences(count: int, model_config: ModelConfig) -> list[TrainingSequence]:
