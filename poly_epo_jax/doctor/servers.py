@@ -105,8 +105,10 @@ def check_weights(run: RunContext) -> list[Finding]:
         try:
             asyncio.run(hosts.barrier(sampler.push_weights(params, step)))
             message = f"pushed the weights of step {step} to {run.config.rollouts.urls}, like the first step of a run"
-            pushed = Finding("weights pushed", "passed", message)
-            return [pushed, *asyncio.run(_check_servers(run, policy, params))]
+            return [
+                Finding("weights pushed", "passed", message),
+                *asyncio.run(_check_servers(run, policy, params)),
+            ]
         finally:
             sampler.close()
 

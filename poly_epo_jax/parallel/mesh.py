@@ -147,8 +147,12 @@ def _meshes(num_devices: int) -> Iterator[dict[str, int]]:
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for fsdp, expert, tensor in itertools.product(divisors, repeat=3):
         if num_devices % (fsdp * expert * tensor) == 0:
-            data = num_devices // (fsdp * expert * tensor)
-            yield {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
+            yield {
+                "data": num_devices // (fsdp * expert * tensor),
+                "fsdp": fsdp,
+                "tensor": tensor,
+                "expert": expert,
+            }
 
 
 def _advice(requested: Mapping[str, int], num_devices: int, is_valid: Callable[[Mapping[str, int]], bool]) -> str:

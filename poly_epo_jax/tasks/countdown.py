@@ -252,11 +252,10 @@ class CountdownProseTask(SyntheticTask):
 
     def items(self) -> Sequence[ProseItem]:
         """Returns all solvable problems except for the examples: sorted numbers and a target."""
-        found = {
-            (*sorted((a, b, c)), _value(f"{a}{first}{b}{second}{c}"))
-            for a, b, c in itertools.product(range(1, 10), repeat=3)
-            for first, second in itertools.product("+-*", repeat=2)
-        }
+        found = set()
+        for a, b, c in itertools.product(range(1, 10), repeat=3):
+            for first, second in itertools.product("+-*", repeat=2):
+                found.add((*sorted((a, b, c)), _value(f"{a}{first}{b}{second}{c}")))
         return sorted(
             item for item in found if PROSE_LOWEST <= item[-1] <= PROSE_HIGHEST and LINE.format(*item) not in EXAMPLES
         )

@@ -116,8 +116,9 @@ def answer_tool_calls(turn: str, tools: Mapping[str, Callable[..., str]]) -> Too
             answered.append(call)
         except ValueError as error:
             results.append(f"Error: {error}")
-    text = format_tool_responses(results) if results else None
-    return ToolReply(text, tuple(answered), len(calls) - len(answered))
+    return ToolReply(
+        format_tool_responses(results) if results else None, tuple(answered), num_failed=len(calls) - len(answered)
+    )
 
 
 def _run(call: ToolCall, tools: Mapping[str, Callable[..., str]]) -> str:
