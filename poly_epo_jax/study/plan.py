@@ -53,6 +53,7 @@ class StudyRun:
         return [
             "poly_epo_jax.evaluate",
             *self.arguments,
+            "--config.sampling.correlated=False",  # pass@k assumes independence
             f"--benchmarks={','.join(self.benchmarks)}",
             f"--models={self.key.label}={self.folder}",
             f"--num_generations={self.evaluation.num_generations}",

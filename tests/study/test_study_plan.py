@@ -175,6 +175,16 @@ def test_evaluation_is_finished_when_results_of_the_final_weights_exist(tmp_path
     assert not run.is_evaluated(), "interrupted"
 
 
+def test_runs_with_correlated_generations_are_evaluated_with_independent_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    methods = {"correlated": {"sampling.correlated": True}}
+    (run, *_) = make_runs(study(tmp_path, methods=methods, evaluation=Evaluation(num_generations=16)))
+    assert run.config.sampling.correlated
+    assert evaluate.main([*run.evaluate_command[1:], "--print_config"]) == 0
+    assert "correlated: false" in capsys.readouterr().out
+
+
 def test_evaluations_on_files_and_datasets_are_found(tmp_path: Path):
     file = tmp_path / "test.jsonl"
     benchmarks = (str(file), "openai/gsm8k:main:test")
