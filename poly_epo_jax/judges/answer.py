@@ -15,7 +15,7 @@ class AnswerJudge:
     """
 
     def __init__(self, task: HasAnswers):
-        self._task = task
+        self._task, self.parts = task, (task,)
 
     async def cluster(self, group: Group) -> Clustering:
         """Returns one cluster per answer. Generations without an answer are in `DEGENERATE_CLUSTER`.

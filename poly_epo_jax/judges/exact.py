@@ -39,7 +39,7 @@ class ExactJudge:
         *,
         error_rate: Annotated[float, FRACTION] = 0.0,
     ):
-        self._task, self._error_rate = task, error_rate
+        self._task, self.parts, self._error_rate = task, (task,), error_rate
 
     async def cluster(self, group: Group) -> Clustering:
         """Returns one cluster per strategy. Generations without a strategy are in `DEGENERATE_CLUSTER`.

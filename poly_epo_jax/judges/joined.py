@@ -30,11 +30,11 @@ class JoinedJudge:
     """
 
     def __init__(self, first: Judge, second: Judge):
-        self._judges = (first, second)
+        self.parts = (first, second)
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure | None:
         """Requests both partitions and joins them."""
-        found = await asyncio.gather(*(judge.cluster(group) for judge in self._judges))
+        found = await asyncio.gather(*(judge.cluster(group) for judge in self.parts))
         clusterings = [one for one in found if isinstance(one, Clustering)]
         if len(clusterings) < len(found):
             return next(one for one in found if not isinstance(one, Clustering))
@@ -47,16 +47,16 @@ class JoinedJudge:
 
     async def wait_until_ready(self) -> None:
         """Waits until the servers of both judges respond."""
-        await asyncio.gather(*(judge.wait_until_ready() for judge in self._judges if isinstance(judge, ServerBacked)))
+        await asyncio.gather(*(judge.wait_until_ready() for judge in self.parts if isinstance(judge, ServerBacked)))
 
     async def identity(self) -> dict[str, str]:
         """Returns the identities of both judges. Keys of the second judge begin with `audit`."""
-        first, second = [await judge.identity() if isinstance(judge, Identified) else {} for judge in self._judges]
+        first, second = [await judge.identity() if isinstance(judge, Identified) else {} for judge in self.parts]
         return first | {f"audit.{key}": value for key, value in second.items()}
 
     def metrics(self) -> dict[str, float]:
         """Returns the sums of the counters of both judges."""
         total: Counter[str] = Counter()
-        for judge in self._judges:
+        for judge in self.parts:
             total.update(judge.metrics() if isinstance(judge, HasMetrics) else {})
         return dict(total)

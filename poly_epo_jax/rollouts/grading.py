@@ -13,7 +13,7 @@ from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
 from poly_epo_jax.rollouts.rewards import response_reward
-from poly_epo_jax.system.daemon_thread import in_daemon_thread, num_abandoned_threads
+from poly_epo_jax.system.daemon_thread import in_background_loop, in_daemon_thread, num_abandoned_threads
 from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.user_code import UserCodeError, is_own, user_code
@@ -99,8 +99,9 @@ async def _grade(
         group, rewards, parts = await _rewarded(group, task, timeout_seconds)
     if len(rewards) < min_group:
         return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
-    with clock.stage("judge"):
-        found = await limited_call(judge.cluster(group), judge, "cluster", group.problem, timeout_seconds)
+    with clock.stage("judge"):  # A user's judge may block its event loop.
+        found = in_background_loop(judge.cluster(group)) if is_own(judge) else judge.cluster(group)
+        found = await limited_call(found, judge, "cluster", group.problem, timeout_seconds)
     clustering = checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, CallFailure) else found)
     correct = rewards >= minimum_correct(task)
     for index, generation in enumerate(group.generations):
@@ -170,8 +171,11 @@ async def limited_call(
     except TimeoutError:
         if not limit.expired():
             raise
-        late = f"did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}"
-        failure = CallFailure("late", warning := f"{name} of problem {problem.id!r} {late}.")
+        failure = CallFailure(
+            "late",
+            warning := f"{name} of problem {problem.id!r} did not return within "
+            f"rollouts.grading_timeout_seconds={timeout_seconds:g}.",
+        )
     warn_repeatedly(name, warning)
     return failure
 
@@ -270,15 +274,20 @@ def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction
     """
     left_out = left_out_groups(graded)
     if left_out and (len(left_out) > max_failed_fraction * len(graded) or len(left_out) == len(graded)):
-        is_all = len(left_out) == len(graded)
-        limit = f"more than rollouts.max_failed_fraction={max_failed_fraction:g} allows"
         raise EpisodeError(
             f"The environment or reward failed on {len(left_out)} of {len(graded)} prompts, "
-            f"{'which leaves no prompt' if is_all else limit}. {_most_frequent(environment_failures(left_out))}"
+            + (
+                "which leaves no prompt. "
+                if len(left_out) == len(graded)
+                else f"more than rollouts.{max_failed_fraction=:g} allows. "
+            )
+            + _most_frequent(environment_failures(left_out))
         )
 
 
 def _most_frequent(failures: Sequence[JudgeFailure | EnvironmentFailure]) -> str:
     kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
-    reason = next(failure.reason for failure in failures if failure.kind == kind)
-    return f"The most frequent failure is {kind} ({count} times), for example: {reason}"
+    return (
+        f"The most frequent failure is {kind} ({count} times), for example: "
+        f"{next(failure.reason for failure in failures if failure.kind == kind)}"
+    )

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from poly_epo_jax.judges.exact import COUNTING_CLUSTERS
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import is_reserved
+from poly_epo_jax.system.user_code import user_code
 from poly_epo_jax.types import (
     Clustering,
     Group,
@@ -200,11 +201,13 @@ def checked_counts(*components: Any) -> Metrics:
       *components: The components. Their counters have different names.
 
     Raises:
+      UserCodeError: If a component of a user raises an exception.
       ValueError: If the counters are not a dict of finite numbers or NaN, or if a name is already in use.
     """
     numbers: Metrics = {}
     for component in (one for one in components if isinstance(one, HasMetrics)):
-        counts: Any = component.metrics()
+        with user_code(component, "metrics"):
+            counts: Any = component.metrics()
         class_name = type(component).__name__
         if not isinstance(counts, Mapping):
             raise ValueError(

@@ -56,25 +56,36 @@ async def in_background_loop(work: Awaitable[T]) -> T:
     """Awaits user code in an event loop that runs in a daemon thread until the process ends.
 
     User code that blocks this loop does not block the caller's loop. All calls share the loop, because clients and
-    semaphores of user code belong to one loop. If the caller is cancelled, `work` is cancelled.
+    semaphores of user code belong to one loop. If the caller is cancelled, `work` is cancelled. If `work` blocks the
+    loop at that time, the loop is abandoned, and later calls run in a new one.
     """
+    (loop, thread), tasks = _background_loop(), list[asyncio.Task[T] | None]()
 
     async def call() -> T:
+        tasks.append(task := asyncio.current_task())
         try:
             return await work
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
             # Unless the caller has been cancelled, they would end the loop, or cancel the caller.
-            task, error = asyncio.current_task(), RuntimeError(f"{type(raised).__name__}: {raised}")
-            raise (raised if task and task.cancelling() else error) from None
+            raise (
+                raised if task and task.cancelling() else RuntimeError(f"{type(raised).__name__}: {raised}")
+            ) from None
 
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), _background_loop()))
+    try:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+    except asyncio.CancelledError:
+        if asyncio.current_task(loop) in tasks[:1]:
+            abandon(thread, loop)
+            _background_loop.cache_clear()
+        raise
 
 
 @functools.cache
-def _background_loop() -> asyncio.AbstractEventLoop:
+def _background_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="user code", daemon=True).start()
-    return loop
+    thread = threading.Thread(target=loop.run_forever, name="user code", daemon=True)
+    thread.start()
+    return loop, thread
 
 
 def num_abandoned_threads() -> int:

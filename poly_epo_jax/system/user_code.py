@@ -25,13 +25,13 @@ class UserCodeError(ValueError):
 
 
 @contextlib.contextmanager
-def user_code(component: object, method: str, problem: str) -> Iterator[None]:
+def user_code(component: object, method: str, problem: str | None = None) -> Iterator[None]:
     """Reports exceptions of calls of a user's component. Components and errors of this package are not affected.
 
     Args:
       component: Task or judge that is called.
       method: Name of the called method.
-      problem: Id of the problem.
+      problem: Id of the problem. If None, the call does not concern a problem.
 
     Raises:
       UserCodeError: If a component of a user raises an exception.
@@ -47,15 +47,15 @@ def user_code(component: object, method: str, problem: str) -> Iterator[None]:
                 file.write("".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
             _tracebacks[kind, line] = file.name
         raise UserCodeError(
-            f"{type(component).__name__}.{method} raised {kind} for problem {problem!r}{line}: "
-            f"{str(error).rstrip('.')}.",
+            f"{type(component).__name__}.{method} raised {kind}"
+            f"{'' if problem is None else f' for problem {problem!r}'}{line}: {str(error).rstrip('.')}.",
             _tracebacks[kind, line],
         ) from error
 
 
 def is_own(component: object) -> bool:
-    """Returns True if a user has defined the class of a component."""
-    return not _is_ours(type(component).__module__)
+    """Returns True if a user has defined the class of a component, or of one of its `parts`, which it calls."""
+    return not _is_ours(type(component).__module__) or any(map(is_own, getattr(component, "parts", ())))
 
 
 def user_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, group
 from simulated_time import SimulatedTime
 
 from poly_epo_jax.judges.answer import AnswerJudge
+from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts import grading
 from poly_epo_jax.rollouts.grading import (
@@ -30,7 +32,16 @@ from poly_epo_jax.rollouts.grading import (
     usable_groups,
 )
 from poly_epo_jax.system.pending_calls import pending_calls
-from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering, Generation, GradedGroup, Group, JudgeFailure, Problem
+from poly_epo_jax.types import (
+    DEGENERATE_CLUSTER,
+    Clustering,
+    Generation,
+    GradedGroup,
+    Group,
+    Judge,
+    JudgeFailure,
+    Problem,
+)
 
 
 async def stream(groups: Sequence[Group]) -> AsyncIterator[Group]:
@@ -60,7 +71,7 @@ def test_grading_overlaps_generation():
 
     async def main() -> list[str]:
         was_judged = {problem.id: asyncio.Event() for problem in PROBLEMS}
-        happened = []
+        happened, loop = [], asyncio.get_running_loop()
 
         async def generate() -> AsyncIterator[Group]:
             for problem in PROBLEMS:
@@ -71,7 +82,7 @@ def test_grading_overlaps_generation():
         class Watched(LetterJudge):
             async def cluster(self, group: Group):
                 happened.append(f"judge {group.problem.id}")
-                was_judged[group.problem.id].set()
+                loop.call_soon_threadsafe(was_judged[group.problem.id].set)  # judges have a separate loop
                 return await super().cluster(group)
 
         await asyncio.wait_for(grade_groups(generate(), PROBLEMS, ByLetter(), Watched()), timeout=PATIENCE)
@@ -235,6 +246,49 @@ def test_rewards_and_judges_that_hang_are_late(monkeypatch: pytest.MonkeyPatch):
         ended.set()
 
 
+def test_a_judge_that_blocks_its_event_loop_is_late_and_later_calls_have_another_loop(monkeypatch: pytest.MonkeyPatch):
+    time, ended = SimulatedTime(monkeypatch, grading), threading.Event()
+
+    class Blocking(LetterJudge):
+        async def cluster(self, group: Group) -> Clustering | JudgeFailure:
+            if group.problem.id == "p":
+                time.expire()
+                ended.wait(PATIENCE)
+            return await super().cluster(group)
+
+    found = []
+    try:
+        for problem in PROBLEMS[:2]:
+            groups = stream([group(problem, "ab")])
+            (graded,) = asyncio.run(grade_groups(groups, [problem], ByLetter(), Blocking(), timeout_seconds=5.0))
+            assert not ended.is_set()
+            found.append(graded.clustering)
+    finally:
+        ended.set()
+    assert isinstance(found[0], JudgeFailure) and found[0].kind == "late" and isinstance(found[1], Clustering)
+
+
+class OwnStrategies(ByLetter):
+    def strategy(self, problem: Problem, generation: Generation) -> str:
+        return {"a": "first"}[generation.text]
+
+    def answer(self, problem: Problem, generation: Generation) -> str:
+        return self.strategy(problem, generation)
+
+
+@pytest.mark.parametrize(
+    "make_judge", [ExactJudge, AnswerJudge, lambda task: JoinedJudge(LetterJudge(), ExactJudge(task))]
+)
+def test_a_strategy_that_raises_is_a_failure_of_the_judge(make_judge: Callable[[OwnStrategies], Judge]):
+    task = OwnStrategies()
+    judge, groups = make_judge(task), [group(PROBLEMS[0], "aa"), group(PROBLEMS[1], "ab")]
+    first, second = asyncio.run(grade_groups(stream(groups), PROBLEMS[:2], task, judge))
+    assert isinstance(first.clustering, Clustering) and isinstance(second.clustering, JudgeFailure)
+    line = OwnStrategies.strategy.__code__.co_firstlineno + 1
+    text = f"{type(judge).__name__}.cluster raised KeyError for problem 'q' at {__file__}:{line}: 'b'."
+    assert (second.clustering.kind, second.clustering.reason) == ("raised", text)
+
+
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 def test_errors_that_asyncio_cannot_raise_are_failures(error: type[BaseException]):
     """The step would otherwise wait forever, or SystemExit(0) would end the run without an error."""
@@ -264,7 +318,7 @@ def test_the_overlap_of_judging_and_generation_is_measured(now: list[float]):
     clock = StageClock()
 
     async def main() -> None:
-        is_judging, is_generated = asyncio.Event(), asyncio.Event()
+        is_judging, is_generated, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
         async def generate() -> AsyncIterator[Group]:
             yield group(PROBLEMS[0], "ab")
@@ -275,9 +329,9 @@ def test_the_overlap_of_judging_and_generation_is_measured(now: list[float]):
 
         class Slow(LetterJudge):
             async def cluster(self, group: Group):
-                is_judging.set()
+                loop.call_soon_threadsafe(is_judging.set)
                 if group.problem.id == "p":
-                    await is_generated.wait()
+                    await asyncio.to_thread(is_generated.wait)
                     now[0] += 3
                 return await super().cluster(group)
 

@@ -19,6 +19,8 @@ from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts.grading import cluster_ids, grade_groups
+from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.system.user_code import UserCodeError
 from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Task
 
 RATIONALES = ("One.", "Two.")
@@ -299,3 +301,15 @@ def test_counters_are_numbers_or_nan(monkeypatch: pytest.MonkeyPatch):
 def test_counters_that_some_processes_do_not_report_are_0():
     shares = [{"task/x": 1.0}, {"task/x": 2.0, "task/y": 3.0}]
     assert hosts.total(shares) == hosts.total(shares[::-1]) == {"task/x": 3.0, "task/y": 3.0}
+
+
+def test_counters_that_raise_name_the_line():
+    class Broken(CountingTask):
+        def metrics(self) -> Any:
+            return {}["count"]
+
+    line = Broken.metrics.__code__.co_firstlineno + 1
+    with pytest.raises(
+        UserCodeError, match=rf"^Broken\.metrics raised KeyError at {re.escape(__file__)}:{line}: 'count'\."
+    ):
+        checked_counts(Broken({}))
