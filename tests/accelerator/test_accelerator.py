@@ -22,6 +22,7 @@ from poly_epo_jax.accelerator import __main__ as command, figures
 from poly_epo_jax.accelerator.stages import COMPARED, ROOT, Measurement, Stage, make_stages
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.memory_plan.plan import plan_of
+from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.prepare import check_memory, model_shape
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.study.plan import make_runs
@@ -209,6 +210,16 @@ def test_the_first_difference_after_a_resume_is_named(kind: str, status: str, tm
     gain, difference = figures.read_learning(tmp_path)
     assert gain["measured"] == pytest.approx(0.75) and gain["status"] == "passed"
     assert (difference["measured"], difference["status"]) == ("entropy at step 14", status)
+
+
+def test_the_configurations_for_a_gpu_are_valid():
+    """The rehearsal has smaller ones. An invalid one would be found on the GPU only."""
+    checked = 0
+    for stage in make_stages(False)[:5]:
+        for measurement in stage.measurements:
+            if flags := [flag for flag in measurement.command if flag.startswith("--config")]:
+                checked += bool(read_arguments(flags))
+    assert checked == 16
 
 
 def test_trees_are_those_of_the_first_seed_of_each_method(tmp_path: Path):
