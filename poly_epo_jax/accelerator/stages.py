@@ -9,6 +9,7 @@ from poly_epo_jax.accelerator import figures
 
 ROOT = Path.cwd()  # launch/accelerator.sh starts the command in the root of the repository
 KILLED_RUN, RANDOM_TEXT = ROOT / "launch" / "killed_run.py", ROOT / "launch" / "random_text.py"
+COMPARED = "countdown-grpo-lr3e-05-seed0,countdown-poly_epo-lr3e-05-seed0"  # runs whose generations are drawn as trees
 # Configuration of the rehearsal.
 TINY_POLICY = {
     "base__hidden_size": 32,
@@ -156,9 +157,13 @@ def _tests() -> list[Measurement]:
 
 
 def _compare(is_small: bool) -> list[Measurement]:
-    # Trains and evaluates the runs of a study, and reports the runs that are finished. Small models leave most of a GPU
-    # idle, so three processes share it.
+    # Trains and evaluates the runs of a study, and reports the runs that are finished, also as trees of generations.
+    # Small models leave most of a GPU idle, so three processes share it.
     changes = {**TINY_POLICY, **TINY_BATCH, "train__num_steps": 3} if is_small else {}
     study = _package("study", str(ROOT / "studies" / "accelerator.py"), **changes)
     shared = ["env", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.3", *study, *([] if is_small else ["--gpus=0,0,0"])]
-    return [Measurement("study", 480, shared), Measurement("report", 60, [*study, "--report"])]
+    return [
+        Measurement("study", 460, shared),
+        Measurement("report", 50, [*study, "--report"]),
+        Measurement("trees", 30, _package("report", "runs/study-accelerator/evaluation", f"--models={COMPARED}")),
+    ]

@@ -65,15 +65,17 @@ def summarize(rows: Iterable[Mapping[str, Any]], set_size: int) -> dict[str, Any
         for name, value in found.items():
             values[name] += [] if value is None else [value]
     bounds = {"adjusted_rand_index": RAND_BOUNDS, **dict.fromkeys(FRACTIONS, (0.0, 1.0))}
-    results = {name: mean_over_problems(of_metric, bounds.get(name)) for name, of_metric in values.items()}
-    return results | {"inflation": ratio_over_problems(pairs)}
+    return {
+        **{name: mean_over_problems(of_metric, bounds.get(name)) for name, of_metric in values.items()},
+        "inflation": ratio_over_problems(pairs),
+    }
 
 
 def ratio_over_problems(pairs: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
     """Returns the ratio of two sums over problems, with its 95% interval, or None if the second sum is 0.
 
     The interval is the bootstrap interval of the mean of r + (x - r y) / mean(y), where r is the ratio: to first order,
-    the mean of these values deviates from r as the ratio deviates from its expectation.
+    the mean of these values deviates from r as the ratio deviates from its expectation. A negative end is set to 0.
 
     Args:
       pairs: Counts x and y of each problem.
@@ -82,4 +84,5 @@ def ratio_over_problems(pairs: Sequence[tuple[int, int]]) -> dict[str, Any] | No
     if not y.sum():
         return None
     ratio = x.sum() / y.sum()
-    return mean_over_problems((ratio + (x - ratio * y) / y.mean()).tolist())
+    found = mean_over_problems((ratio + (x - ratio * y) / y.mean()).tolist())
+    return found and found | {"low": found["low"] and max(found["low"], 0.0)}

@@ -69,12 +69,15 @@ def audit_details(label: str, folder: Path, rows: Sequence[Row], set_size: int) 
       set_size: Set size n of the objective.
     """
     found = summarize(rows, set_size)
-    cells = [[html.escape(title), interval_cell(found[name])] for name, (title, _) in AUDIT_METRICS.items()]
+    cells = [
+        [html.escape(title), interval_cell(found[name]), str(found[name]["num_problems"] if found[name] else 0)]
+        for name, (title, _) in AUDIT_METRICS.items()
+    ]
     failed = [reason for row in rows for reason in row["failures"].values()]
     example = f" For example: {html.escape(failed[0])}" if failed else ""
     parts = [
         f"<h3>{html.escape(label)}</h3>",
-        table(["result", f"mean over {len(rows)} prompts"], cells),
+        table(["result", "mean", "prompts"], cells),
         f"<p>{len(failed)} requests of audits failed.{example}</p>",
     ]
     judged = [row for row in rows if row["auditor"] is not None]

@@ -1,6 +1,7 @@
 """Tests the command that checks and measures an accelerator: time limits, signals, summary, table and exit codes."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import os
@@ -18,12 +19,15 @@ from rich.console import Console
 
 from configs import polaris
 from poly_epo_jax.accelerator import __main__ as command, figures
-from poly_epo_jax.accelerator.stages import ROOT, Measurement, Stage, make_stages
+from poly_epo_jax.accelerator.stages import COMPARED, ROOT, Measurement, Stage, make_stages
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.memory_plan.plan import plan_of
+from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.prepare import check_memory, model_shape
 from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.study.plan import make_runs
 from poly_epo_jax.system.json_files import write_json
+from studies.accelerator import get_study
 
 
 def python(code: str) -> list[str]:
@@ -206,6 +210,21 @@ def test_the_first_difference_after_a_resume_is_named(kind: str, status: str, tm
     gain, difference = figures.read_learning(tmp_path)
     assert gain["measured"] == pytest.approx(0.75) and gain["status"] == "passed"
     assert (difference["measured"], difference["status"]) == ("entropy at step 14", status)
+
+
+def test_the_configurations_for_a_gpu_are_valid():
+    """The rehearsal has smaller ones. An invalid one would be found on the GPU only."""
+    checked = 0
+    for stage in make_stages(False)[:5]:
+        for measurement in stage.measurements:
+            if flags := [flag for flag in measurement.command if flag.startswith("--config")]:
+                checked += bool(read_arguments(flags))
+    assert checked == 16
+
+
+def test_trees_are_those_of_the_first_seed_of_each_method(tmp_path: Path):
+    runs = make_runs(dataclasses.replace(get_study(), folder=str(tmp_path)))
+    assert COMPARED.split(",") == [run.key.label for run in runs[:2]]
 
 
 def test_the_named_tests_exist():

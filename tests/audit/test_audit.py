@@ -262,7 +262,8 @@ def test_the_command_audits_a_finished_run(tmp_path: Path, capsys: pytest.Captur
     assert main([str(run), *flags, "--config.audit.every=10"]) == 0
     printed = capsys.readouterr().out
     assert "40 requests to judge.name='exact' and 8 requests to audit.judge.name='exact'" in printed
-    assert len([*read_rows(run / AUDIT, AUDITED)]) == 8 and "inflation" in printed
+    assert len([*read_rows(run / AUDIT, AUDITED)]) == 8
+    assert "8 prompts, audited steps: 1" in printed and "inflation" in printed
     assert main([str(run), *flags]) == 1 and "audit.every=0" in capsys.readouterr().err
 
 

@@ -56,6 +56,12 @@ def test_the_objective_of_many_responses_is_estimated():
     assert polychromic_value(np.ones(40), clusters, 4) == pytest.approx(expected, abs=0.01)
 
 
+def test_the_interval_of_an_inflation_is_not_negative():
+    found = ratio_over_problems([(8, 0), (2, 1), (0, 0), (0, 3)])
+    assert found is not None and found["mean"] == 2.5 and found["low"] == 0
+    assert ratio_over_problems([(3, 2)]) == {"mean": 1.5, "low": None, "high": None, "num_problems": 1}
+
+
 def covered(found: dict[str, Any] | None, truth: float) -> bool:
     return found is not None and found["low"] <= truth <= found["high"]
 

@@ -505,5 +505,7 @@ def test_audits_show_inflation_failures_and_the_prompts_with_most_disagreement(t
     assert "Audit of the judge" in page and "1 requests of audits failed" in page and "<script>alert" not in page
     # Clusters: 4 of the judge, and 1, 3 and 3 of the auditor.
     assert f"<th>inflation</th><td>{12 / 7:.3f}" in page
+    prompts = dict(re.findall(r"<th>(inflation|order)</th><td>.*?</td><td>(\d+)</td>", page))
+    assert prompts == {"inflation": "6", "order": "7"}
     assert page.index("Disagreement: step 20, problem-0") < page.index("Disagreement: step 20, problem-2")
     assert (tmp_path / "report" / "audit.png").exists()

@@ -19,6 +19,7 @@ from poly_epo_jax.set_rl import (
     marginal_set_advantages,
     mean_reward,
     pass_at_n,
+    pass_at_n_advantages,
     polychromic,
     polychromic_advantages,
     sample_sets,
@@ -385,4 +386,25 @@ def test_sets_without_the_response_are_a_baseline(objective):
     )
     advantages = np.asarray(marginal_set_advantages(objective, sets, **features))
     scale = num_generations / (num_generations - set_size)
+    np.testing.assert_allclose(differences, scale * advantages, rtol=0, atol=2e-6)
+
+
+def test_replacing_the_response_by_each_other_one_gives_the_same_baseline():
+    """The mean over other responses j, and sets without i and j, of max with i minus max with j (MaxPO, theory.md)."""
+    num_generations, set_size = 7, 4
+    rewards = np.random.default_rng(8).random(num_generations).astype(np.float32)
+    differences = np.array(
+        [
+            np.mean(
+                [
+                    max(rewards[i], rest) - max(rewards[j], rest)
+                    for j in {*range(num_generations)} - {i}
+                    for rest in map(max, itertools.combinations(np.delete(rewards, [i, j]), set_size - 1))
+                ]
+            )
+            for i in range(num_generations)
+        ]
+    )
+    scale = num_generations / (num_generations - set_size)
+    (advantages,) = np.asarray(pass_at_n_advantages(rewards[None], set_size))
     np.testing.assert_allclose(differences, scale * advantages, rtol=0, atol=2e-6)
