@@ -7,7 +7,7 @@ intervals of zero width. These are not printed by the package, and count as miss
 quantity is the one that the package uses; the others are alternatives.
 
 Populations of pass@k, of its differences and of majority@16 simulate 16 responses to each problem with success rate p,
-and populations of agreement 8 responses.
+those of best of k 16 rewards with mean p and a beta distribution, and populations of agreement 8 responses.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from poly_epo_jax.metrics.intervals import (
     mean_interval,
 )
 from poly_epo_jax.metrics.majority import majority_at_k
-from poly_epo_jax.metrics.pass_at_k import pass_at_k
+from poly_epo_jax.metrics.pass_at_k import best_of_k, pass_at_k
 
 NUM_GENERATIONS, NUM_SAMPLES, NUM_PROBLEMS, NUM_GROUPS = 16, 1000, 20_000, 3000
 KS = (1, 4, 8, 16)
@@ -129,6 +129,12 @@ def solved(rng: np.random.Generator, rates: Float[np.ndarray, " problems"]) -> F
     return np.stack([pass_at_k(NUM_GENERATIONS, correct, k) for k in KS], axis=1)
 
 
+def best(rng: np.random.Generator, means: Float[np.ndarray, " problems"]) -> Float[np.ndarray, "problems k"]:
+    """Returns the largest of k simulated rewards between 0 and 1 of each problem, for each k of `KS`."""
+    rewards = rng.beta(*(3 * np.clip([means, 1 - means], 1e-6, None)[..., None]), (len(means), NUM_GENERATIONS))
+    return np.stack([best_of_k(rewards, k) for k in KS], axis=1)
+
+
 def votes(rng: np.random.Generator, rates: Float[np.ndarray, " problems"]) -> Float[np.ndarray, "problems 2"]:
     """Returns accuracy and vote share of the majority of all responses. Incorrect answers have one of two values."""
     is_correct = rng.random((len(rates), NUM_GENERATIONS)) < rates[:, None]
@@ -168,6 +174,9 @@ def quantities(rng: np.random.Generator) -> dict[str, Quantity]:
     return {
         "pass@k": Quantity(
             at_k, {name: solved(rng, rates) for name, rates in (mixed | binary).items()}, FRACTION, SIZES
+        ),
+        "best of k": Quantity(
+            at_k, {name: best(np.random.default_rng(1), rates) for name, rates in mixed.items()}, FRACTION, SIZES
         ),
         "majority@16": Quantity(
             ("accuracy", "vote share"), {name: votes(rng, rates) for name, rates in mixed.items()}, FRACTION, SIZES

@@ -49,7 +49,7 @@ UNIT_NAMES = (
     "|block|cube|egg|car|game|step|move|time|pair|set|subset|arrangement|combination|permutation"
     "|possibility possibilities|outcome|path|word|letter|handshake|song|cookie|candy candies|flower|tree|animal|dog"
     "|cat|fish|bird|sheep|cow|chicken|house|room|chair|piece|gift|pen|pencil|box boxes|bag|bottle|meal|pie|toy"
-    "|cupcake|cub|cuboid|cucumber|curtain|cushion|curve|currant|customer|squad|squid|squirrel"
+    "|cupcake|cub|cuboid|cucumber|curtain|cushion|curve|currant|customer|cubit|cubicle|cupful|squad|squid|squirrel"
 )
 UNITS = {word: words.split()[0] for words in UNIT_NAMES.split("|") for word in words.split()}
 UNITS |= {name: UNITS.get(name, name) for name in CURRENCIES.values()}

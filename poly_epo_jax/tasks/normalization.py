@@ -29,6 +29,7 @@ CHARACTERS = str.maketrans(
         "π": r"\pi ",
         "∞": r"\infty ",
         "√": r"\sqrt ",
+        "。": ".",
         "±": r"\pm ",
         "≈": r"\approx ",
         "≠": r"\neq ",
@@ -48,23 +49,29 @@ A space replaces `~`, the non-breaking space of LaTeX. Unicode's compatibility f
 """
 RAISED = re.compile(
     r"(?P<frac>[¼-¾⅐-⅞]|[⁰¹²³⁴-⁹]+\u2044[₀-₉]+)|(?P<up>[⁰ⁱ⁴-ⁿ¹²³]+)|(?P<down>[₀-ₜ]+)|√\s*(?P<sqrt>\d+|[a-z](?![a-z]))"
-    r"|√\s*\((?P<root>[^()]*)\)"
+    r"|√\s*\((?P<root>[^()]*)\)|∛\s*(?P<cbrt>\d+|[a-z](?![a-z]))"
 )
-LATEX_OF_RAISED = {"frac": r"\frac{%s}", "up": "^{%s}", "down": "_{%s}", "sqrt": r"\sqrt{%s}", "root": r"\sqrt{%s}"}
+LATEX_OF_RAISED = {
+    **{"frac": r"\frac{%s}", "up": "^{%s}", "down": "_{%s}", "sqrt": r"\sqrt{%s}", "root": r"\sqrt{%s}"},
+    "cbrt": r"\sqrt[3]{%s}",
+}
 """LaTeX of the characters of each group of `RAISED`, whose form affects their meaning."""
 
 CURRENCIES = {
     **{r"\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "¢": "cent", "₩": "won", "₽": "ruble"},
     **{"₪": "shekel", "₫": "dong", "₱": "peso", "₺": "lira", "฿": "baht", "₦": "naira", "₴": "hryvnia"},
 }
-COMMANDS_OF_CURRENCIES = {"euro": "€", "pounds": "£", "yen": "¥", "cent": "¢", "textdollar": r"\$"}
+NAMES_OF_CURRENCIES = {
+    **{"euro": "€", "pounds": "£", "yen": "¥", "cent": "¢", "textdollar": r"\$"},
+    **{"USD": r"\$", "EUR": "€", "GBP": "£", "INR": "₹"},  # before a number
+}
 
 SPACE = r"(?:\s|\\[ ,;:!>])"
-BLANK = rf"(?:{SPACE}|\\q?quad(?![a-zA-Z])|\\hspace\*?\{{[^{{}}]*\}})"
+BLANK = rf"(?:{SPACE}|\\(?:q?quad|enspace|hfill|par)(?![a-zA-Z])|\\hspace\*?\{{[^{{}}]*\}})"
 FONT = r"\\(?:boldsymbol|bm|pmb|math(?:bf|it|sf|tt|normal|cal|scr|frak))(?![a-zA-Z])"
 CURRENCY = f"({'|'.join(map(re.escape, CURRENCIES))})"
 AMOUNT = r"\\frac\{\d+\}\{\d+\}|\d[\d.,]*"
-BOUND = r"((?:[^][,;\\]|\\(?!c[au]p|setminus|[{}]))+)"
+BOUND = r"((?:[^][,;\\]|\\(?!c[au]p|setminus|right(?![a-z])|[{}]))+)"
 REPEATED = r"\\dot\s*(?:(\d)|\{(\d)\})"
 NOT_IN_WORD = r"(?<![a-zA-Z\\])%s(?![a-zA-Z])"
 
@@ -117,19 +124,19 @@ SPELLINGS = tuple(
     (re.compile(pattern, re.ASCII), replacement)
     for pattern, replacement in (
         # Mathematics mode, sizes, colors, delimiters, rows of matrices, and quotation marks around an answer.
-        (r"(?<!\\)\\[][()]|(?<!\\)\$", " "),
+        (r"(?<!\\)\\[][()]|(?<!\\)\$|(?<![a-zA-Z\\\]}^_])\{\}", " "),
         (r"\\(?:[bB]igg?[lrm]?|displaystyle|textstyle|normalsize|[lL]arge|LARGE|[hH]uge|small)(?![a-zA-Z])", " "),
-        (r"\\(?:text)?color\s*\{[\w!]*\}", ""),
+        (r"\\(?:text)?color\s*\{[\w!]*\}|\\math(?:open|close)(?![a-zA-Z])", ""),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\lbrack(?![a-zA-Z])", "["),
         (r"\\rbrack(?![a-zA-Z])", "]"),
-        (r"\\[lr]vert(?![a-zA-Z])", "|"),
-        (r"(?:\\\\|\\cr(?![a-zA-Z]))\s*\*?(?:\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\])?", r"\\\\ "),
+        (r"\\(?:[lr]vert|mid)(?![a-zA-Z])", "|"),
+        (r"(?:\\\\|\\(?:cr|(?:tabular)?newline)(?![a-zA-Z]))\s*\*?(?:\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\])?", r"\\\\ "),
         (r"\\hline(?![a-zA-Z])|\\\\\s*(?=\\end)", ""),
         (r"(?<![a-zA-Z\\])d\s*(?=\\end)", "{d}"),
         (r"(\\begin\{array\})\s*\{[clr|\s]*\}", r"\1{c}"),
-        (r"\\(begin|end)\{([pbB]?)smallmatrix\}", r"\\\1{\2matrix}"),
+        (r"\\(begin|end)\{([pbBvV]?)(?:small)?matrix\*?\}(?:\[[lcr]\])?", r"\\\1{\2matrix}"),
         (r"^\s*[\"'`]+(.*?)[\"']+\s*$", r"\1"),
         # Fonts. A font group of at least two letters is a word and becomes `\text`. Others remain mathematics.
         (r"\\(?:mathbb|Bbb)\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))|\\([NQRZC])(?![a-zA-Z])", r"\\mathbb{\1\2\3}"),
@@ -145,9 +152,10 @@ SPELLINGS = tuple(
         (rf"{FONT}|\\(?:bf|it|rm|sf|tt)(?![a-zA-Z])", " "),
         (r"^\s*\{([^{}\\]*)\}\s*$", r"\1"),
         (r"\\text\s+([a-zA-Z])(?![a-zA-Z])", r"\\text{\1}"),
-        (r"\\text\s*\{\s*([edT])\s*\}", r" \1"),
+        (r"\\text\s*(\d)", r" \1"),
+        (r"\\(?:text|operatorname)\s*\{\s*([edT])\s*\}", r" \1"),
         # math-verify only recognizes the imaginary unit between word boundaries.
-        (r"\\text\s*\{\s*i\s*\}|(?<=\d)i(?![a-zA-Z])", " i "),
+        (r"\\(?:text|operatorname)\s*\{\s*i\s*\}|(?<=\d)i(?![a-zA-Z])", " i "),
         (r"\\wide(?=hat|tilde)", r"\\"),
         (r"(\\(?:hat|bar|vec|tilde|d?dot|overline))(?:\s+([a-zA-Z])(?![a-zA-Z])|\s*(\\[a-z]+)(?!\s*\{))", r"\1{\2\3}"),
         # Words, units and currencies.
@@ -173,6 +181,7 @@ SPELLINGS = tuple(
         (r"(?:(?<=[\d)}])|(?<=\\pi))\s*\^\s*\\circ(?![a-zA-Z])\s*", r"\\text{ deg}"),
         (r"\\text\{ deg\}(?:\\text\s*\{\s*([CFK])\s*\}|([CF])(?![a-zA-Z]))", r"\\text{ \1\2}"),
         # Marks that math-verify removes.
+        (r"(?<![a-zA-Z\\])([A-Z])\s*\^\s*\\circ(?![a-zA-Z])", r"\1_{circ}"),
         (r"\\prime(?![a-zA-Z])\s*", "'"),
         (r"\^\s*(?:\{\s*('+)\s*\}|('))", r"\1\2"),
         (r"(\\text\s*\{[^{}]*\})|([a-zA-Z]|\\[a-zA-Z]+)(?:_(\w|\{\w*\}))?('+)(?:_(\w|\{\w*\}))?", _primed),
@@ -205,10 +214,13 @@ SPELLINGS = tuple(
         ),
         (r"(?<![\w.])(\d{1,99})\.(\d{0,99})\\overline\{(\d{1,99})\}", _repeating_decimal),
         (r"(?<=\d)\.(?=/)", ""),
-        (rf"\\({'|'.join(COMMANDS_OF_CURRENCIES)})(?![a-zA-Z])", lambda match: COMMANDS_OF_CURRENCIES[match[1]]),
+        (
+            rf"(?:\\|(?<![a-zA-Z\\])(?=[A-Z]{{3}}\s*\d))({'|'.join(NAMES_OF_CURRENCIES)})(?![a-zA-Z])(?:\{{([\d.,]*)\}})?",
+            lambda match: NAMES_OF_CURRENCIES[match[1]] + (match[2] or ""),
+        ),
         (rf"\\text\s*\{{\s*{CURRENCY}\s*\}}", r"\1"),
         (rf"(?:US)?{CURRENCY}\s*(-?)({AMOUNT})|(?<=[\d}}]){SPACE}{{0,9}}{CURRENCY}", _currency),
-        (rf"^(?:{BLANK}|=)+|(?:{BLANK}|\\\\|(?<!\\right)\.|[,;])+$", ""),
+        (rf"^(?:{BLANK}|=)+|(?:{BLANK}|\\\\|(?<!\\right)\.|\\text\{{\.\}}|[,;])+$", ""),
     )
 )
 """Patterns and replacements, in the order of their application."""

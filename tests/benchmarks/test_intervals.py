@@ -22,6 +22,6 @@ def test_the_table_contrasts_printed_and_other_intervals(
     header, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     assert all(len(row) == len(header) for row in rows)
     lowest = {(row[0], row[1]): float(row[4]) for row in rows}
-    assert len(lowest) == len(rows) == 14
+    assert len(lowest) == len(rows) == 16
     for quantity, printed in {"pass@k": "fraction_interval", "difference in pass@k": "difference_interval"}.items():
         assert lowest[quantity, printed] > 0.8 and lowest[quantity, "bootstrap_interval"] < 0.5

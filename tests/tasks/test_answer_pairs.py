@@ -86,10 +86,45 @@ def test_held_out_notations(verifier: Verifier):
         ("-42", "\N{EN DASH}\N{MATHEMATICAL BOLD DIGIT FOUR}\N{MATHEMATICAL BOLD DIGIT TWO}", True),
         (r"\frac{3}{2}", "1½", True),
         (r"5\text{ euros}", "€5", True),
+        (r"20\text{ euros}", r"\euro{20}", True),
+        (r"\$20", "USD 20", True),
+        (r"\$20", "EUR 20", False),
+        (r"5\sqrt[3]{2}", "5∛2", True),
+        ("7", r"\mathrm 7", True),
+        (r"\frac{1}{e}", r"\operatorname{e}^{-1}", True),
+        (r"45^\circ", r"45{}^\circ", True),
+        ("A", r"A^\circ", False),
+        (r"(0,\infty)", r"\left ] 0 , \infty \right [", True),
+        ("(0,1)", r"\mathopen]0,1\mathclose[", True),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix*}[r]1&2\newline 3&4\end{pmatrix*}", True),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{vmatrix*}[r]1&2\\3&4\end{vmatrix*}", False),
+        (r"\{x | x>0\}", r"\{x \mid x>0\}", True),
+        *(("9", f"9{end}", True) for end in (r"\enspace", r"\hfill", r"\par", "{}", r"\text{.}", "。")),
     ],
 )
 def test_notations(gold: str, answer: str, is_equal: bool):
     assert in_this_process(gold, answer) is is_equal
+
+
+LETTERS = {
+    "numerals": "IX/XI XIV/XVI XIX/XXI LXI/XLI MCM/MMC CCX/CXC LI/IL CD/DC DM/MD LV/VL XC/CX XL/LX VII/IIV XLI/XIL"
+    " CLX/CXL MDC/MCD DX/XD MI/IM CI/IC DIX/XID",
+    "points": "ABD/ADB PQR/QPR PQ/QP ABCDE/EDCBA BCA/ACB DCBA/ABCD AC/CA ADC/ACD XYZ/ZYX KLM/MLK ABDC/ABCD BADC/ABCD"
+    " CBA/BCA RSQ/QRS EFG/GFE AEB/BEA TSR/RST OAB/OBA MNP/NMP ACE/CAE",
+    "words": "cat/act arc/car stop/post state/taste least/steal cheap/peach brag/grab evil/vile team/meat lemon/melon"
+    " race/care tar/rat pat/tap dusty/study save/vase inch/chin file/life raw/war pit/tip seat/east",
+    "products": "ab/ba uv/vu rst/tsr abd/bda pq/qp acd/dca de/ed ae/ea ei/ie abe/bea 3xz/3zx 2ab/2ba 5pqr/5rqp mnk/knm"
+    " tuv/vtu bcd/dcb ghj/jhg ws/sw wxy/xyw rh/hr",
+}
+"""20 pairs of letters in another order for each kind. Only those of products are equal."""
+
+
+@pytest.mark.parametrize("kind", LETTERS)
+def test_only_letters_of_products_commute(kind: str):
+    pairs = [pair.split("/") for pair in LETTERS[kind].split()]
+    assert len(pairs) == 20
+    for first, second in pairs:
+        assert in_this_process(first, second) is in_this_process(second, first) is (kind == "products"), (first, second)
 
 
 RULES = {
