@@ -37,7 +37,7 @@ from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_memory, check_writable, configure_compiler, model_shape
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import user_path
 
 
 def run(config: Config, output: Path, names: Sequence[str]) -> None:

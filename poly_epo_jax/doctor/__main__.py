@@ -32,7 +32,7 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable, configure_compiler, prepare
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import user_path
 
 
 def check_settings(run: RunContext) -> CheckResult:

@@ -56,8 +56,7 @@ from poly_epo_jax.startup.command_line import config_parser, parse_value, run_co
 from poly_epo_jax.startup.prepare import check_writable, configure_compiler
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, refuse_passwords
 from poly_epo_jax.system.json_files import write_json
-from poly_epo_jax.system.output_folder import LOCK, check_output, claim_folder
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import LOCK, check_output, claim_folder, user_path
 from poly_epo_jax.tasks.problems import Cleaned, reasons_text
 from poly_epo_jax.types import Interactive, Judge, JudgeLoad, Sampling
 

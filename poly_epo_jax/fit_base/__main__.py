@@ -21,7 +21,7 @@ from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.prepare import check_writable, configure_compiler
 from poly_epo_jax.startup.read_config import make_task
 from poly_epo_jax.step.objective import DivergenceError
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import user_path
 
 
 def fit_base(config: Config, flags: argparse.Namespace) -> None:

@@ -62,8 +62,7 @@ from poly_epo_jax.startup.prepare import check_writable
 from poly_epo_jax.startup.read_config import check_judge_limit, make_judge, make_task, refuse_passwords
 from poly_epo_jax.step.advantages import make_estimator
 from poly_epo_jax.system.json_files import Row, write_json
-from poly_epo_jax.system.output_folder import claim_folder
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import claim_folder, user_path
 from poly_epo_jax.types import Task
 
 

@@ -33,7 +33,7 @@ from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_co
 from poly_epo_jax.startup.command_line import KEY, with_overrides
 from poly_epo_jax.system.digests import json_digest, option_digests
 from poly_epo_jax.system.json_files import Columns, Row, append_rows, keep_rows, read_rows, sort_rows
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import user_path
 from poly_epo_jax.types import Clustering, Judge, JudgeFailure, JudgeLoad
 
 CLUSTERINGS, TIMING = "clusterings.jsonl", "timing.jsonl"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from poly_epo_jax.report.build import write_report
 from poly_epo_jax.system.signals import exit_code
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import user_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -171,11 +171,8 @@ async def limited_call(
     except TimeoutError:
         if not limit.expired():
             raise
-        failure = CallFailure(
-            "late",
-            warning := f"{name} of problem {problem.id!r} did not return within "
-            f"rollouts.grading_timeout_seconds={timeout_seconds:g}.",
-        )
+        late = f"did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}"
+        failure = CallFailure("late", warning := f"{name} of problem {problem.id!r} {late}.")
     warn_repeatedly(name, warning)
     return failure
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.methods import METHODS
-from poly_epo_jax.system.user_path import user_path
+from poly_epo_jax.system.output_folder import user_path
 
 Changes = Mapping[str, Any]
 """Values of configuration keys by dotted name, such as {"algo.set_size": 2}."""

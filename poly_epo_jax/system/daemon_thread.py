@@ -59,22 +59,21 @@ async def in_background_loop(work: Awaitable[T]) -> T:
     semaphores of user code belong to one loop. If the caller is cancelled, `work` is cancelled. If `work` blocks the
     loop at that time, the loop is abandoned, and later calls run in a new one.
     """
-    (loop, thread), tasks = _background_loop(), list[asyncio.Task[T] | None]()
+    (loop, thread), running = _background_loop(), []
 
     async def call() -> T:
-        tasks.append(task := asyncio.current_task())
+        running.append(task := asyncio.current_task())
         try:
             return await work
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
             # Unless the caller has been cancelled, they would end the loop, or cancel the caller.
-            raise (
-                raised if task and task.cancelling() else RuntimeError(f"{type(raised).__name__}: {raised}")
-            ) from None
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            raise (raised if task and task.cancelling() else error) from None
 
     try:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
     except asyncio.CancelledError:
-        if asyncio.current_task(loop) in tasks[:1]:
+        if asyncio.current_task(loop) in running:
             abandon(thread, loop)
             _background_loop.cache_clear()
         raise

@@ -83,3 +83,8 @@ def check_contents(folder: Path, targets: Sequence[Path] = ()) -> None:
                         f"{path} is a link or a special file, which is not supported in this folder, because it may "
                         "lead to files elsewhere; replace it with a copy of its content, or delete it."
                     )
+
+
+def user_path(text: str) -> Path:
+    """Returns the path of a flag such as `--output=~/FOLDER`, in which shells do not expand the ~."""
+    return Path(text).expanduser()
