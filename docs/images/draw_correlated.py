@@ -2,7 +2,7 @@
 
 python docs/images/draw_correlated.py
 
-Requires the runs of `python -m poly_epo_jax.study studies/correlated.py`. The final policies are compared by independent
+Requires the runs of `python -m poly_epo_jax.study studies/correlated.py`. Final policies are compared by independent
 generations. Seeds and problems are paired.
 """
 

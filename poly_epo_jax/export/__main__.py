@@ -20,8 +20,8 @@ from poly_epo_jax.model.stop_strings import control_tokens
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import read_config
 from poly_epo_jax.startup.trained_policy import base_folder, base_name, open_trained_policy
-from poly_epo_jax.system.signals import exit_code
 from poly_epo_jax.system.output_folder import user_path
+from poly_epo_jax.system.signals import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

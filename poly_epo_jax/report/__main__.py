@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.report.build import write_report
-from poly_epo_jax.system.signals import exit_code
 from poly_epo_jax.system.output_folder import user_path
+from poly_epo_jax.system.signals import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -182,7 +182,7 @@ def test_runs_with_correlated_generations_are_evaluated_with_independent_ones(
     (run, *_) = make_runs(study(tmp_path, methods=methods, evaluation=Evaluation(num_generations=16)))
     assert run.config.sampling.correlated
     assert evaluate.main([*run.evaluate_command[1:], "--print_config"]) == 0
-    assert "correlated: false" in capsys.readouterr().out
+    assert "sampling.correlated = False" in capsys.readouterr().out
 
 
 def test_evaluations_on_files_and_datasets_are_found(tmp_path: Path):
