@@ -37,7 +37,7 @@ def final(task: str, method: str) -> Float[np.ndarray, "seeds problems ks"]:
 
 
 def training(task: str, method: str) -> dict[str, Float[np.ndarray, " seeds"]]:
-    """Returns exploratory values of each seed: means over all steps, and the last pass@64 during training."""
+    """Returns exploratory values of each seed: means over all steps."""
     values: dict[str, list[float]] = {"distinct strategies of 8": [], "squared gradient norm": []}
     for seed in SEEDS:
         rows = read_rows(STUDY / task / f"{method}-lr0.00015-seed{seed}" / METRICS)
@@ -46,19 +46,6 @@ def training(task: str, method: str) -> dict[str, Float[np.ndarray, " seeds"]]:
         values["distinct strategies of 8"].append(float(np.mean(distinct)))
         values["squared gradient norm"].append(float(np.mean([row["policy/gradient_norm"] ** 2 for row in steps])))
     return {name: np.array(of_seeds) for name, of_seeds in values.items()}
-
-
-def steps_to(task: str, method: str, reference: str) -> list[int | None]:
-    """Returns the first evaluated step of each seed with at least the reference's last pass@64, or None."""
-    found = []
-    for seed in SEEDS:
-        curves = []
-        for name in (method, reference):
-            rows = read_rows(STUDY / task / f"{name}-lr0.00015-seed{seed}" / METRICS)
-            curves.append({row["step"]: row["eval/pass@64"] for row in rows if "eval/pass@64" in row})
-        limit = [*curves[1].values()][-1]
-        found.append(next((step for step, value in curves[0].items() if step and value >= limit), None))
-    return found
 
 
 def print_difference(name: str, values: Float[np.ndarray, "seeds problems"]) -> None:
@@ -93,8 +80,6 @@ def print_task(task: str) -> None:
     for base in METHODS:
         half = final(task, f"{base}_correlated_half") - final(task, base)
         print_difference(f"k = 64: {base}_correlated_half - {base}", half[:, :, KS.index(64)])
-        steps = {name: steps_to(task, name, base) for name in (f"{base}_correlated", f"{base}_correlated_half")}
-        print(f"  steps to the pass@64 of {base}: {steps}")
 
 
 def draw(task: str) -> None:
