@@ -162,7 +162,7 @@ SPELLINGS = tuple(
         (r"(?<=[a-zA-Z]{3})'(?=[a-zA-Z])", ""),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
         (rf"\\text\s*\{{\s*([-+]?)\s*(?i:infinity)\s*\}}|{NOT_IN_WORD % '(?i:infinity)'}", r"\1\\infty "),
-        (rf"\s*(?:\\text\s*\{{\s*%s\s*\}}|{NOT_IN_WORD}|\\?%%)" % (("(?:per ?cent(?:age)?|pct)",) * 2), r"\\%"),
+        (rf"(?<!\s)\s*(?:\\text\s*\{{\s*%s\s*\}}|{NOT_IN_WORD}|\\?%%)" % (("(?:per ?cent(?:age)?|pct)",) * 2), r"\\%"),
         (r"(\\text\s*\{\s*)\\degrees?\s*", r"\1deg "),
         (r"\\text\s*\{([^{}]*?)\s*\^\s*\{?(-?\d)\}?\s*\}", r"\\text{\1}^\2"),
         (r"\\text\s*\{([^{}\d\\]*)\}", _split_text),
@@ -220,7 +220,7 @@ SPELLINGS = tuple(
         ),
         (rf"\\text\s*\{{\s*{CURRENCY}\s*\}}", r"\1"),
         (rf"(?:US)?{CURRENCY}\s*(-?)({AMOUNT})|(?<=[\d}}]){SPACE}{{0,9}}{CURRENCY}", _currency),
-        (rf"^(?:{BLANK}|=)+|(?:{BLANK}|\\\\|(?<!\\right)\.|\\text\{{\.\}}|[,;])+$", ""),
+        (rf"^(?:{BLANK}|=)+|(?<![\s,;\\])(?<!\\[:!>])(?:{BLANK}|\\\\|(?<!\\right)\.|\\text\{{\.\}}|[,;])+$", ""),
     )
 )
 """Patterns and replacements, in the order of their application."""
