@@ -131,7 +131,8 @@ def solved(rng: np.random.Generator, rates: Float[np.ndarray, " problems"]) -> F
 
 def best(rng: np.random.Generator, means: Float[np.ndarray, " problems"]) -> Float[np.ndarray, "problems k"]:
     """Returns the largest of k simulated rewards between 0 and 1 of each problem, for each k of `KS`."""
-    rewards = rng.beta(*(3 * np.clip([means, 1 - means], 1e-6, None)[..., None]), (len(means), NUM_GENERATIONS))
+    a, b = (3 * np.clip(one, 1e-6, None)[:, None] for one in (means, 1 - means))
+    rewards = rng.beta(a, b, (len(means), NUM_GENERATIONS))
     return np.stack([best_of_k(rewards, k) for k in KS], axis=1)
 
 
