@@ -6,6 +6,7 @@ Requires the runs of `python -m poly_epo_jax.study studies/correlated.py`. Final
 generations. Seeds and problems are paired.
 """
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtyping import Float
 
 from poly_epo_jax.metrics.intervals import difference_interval, mean_interval
 from poly_epo_jax.metrics.pass_at_k import pass_at_k
-from poly_epo_jax.records.run_folder import METRICS, read_rows
+from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.report.figures import panels
 from poly_epo_jax.system.json_files import read_object
 
@@ -48,6 +49,21 @@ def training(task: str, method: str) -> dict[str, Float[np.ndarray, " seeds"]]:
     return {name: np.array(of_seeds) for name, of_seeds in values.items()}
 
 
+def print_first_groups(task: str, method: str) -> None:
+    """Prints the mean numbers of distinct responses and strategies in the logged groups of the first 50 steps."""
+    counts = []
+    for seed in SEEDS:
+        rows = read_rows(STUDY / task / f"{method}-lr0.00015-seed{seed}" / GENERATIONS)
+        first = sorted(
+            (row["step"], row["problem"], row["response"], row["cluster"]) for row in rows if row["step"] <= 50
+        )
+        for _, group in itertools.groupby(first, key=lambda row: row[:2]):
+            counts.append([len(set(values)) for values in list(zip(*group, strict=True))[2:]])
+    print(
+        " {}: {:.2f} distinct responses, {:.2f} distinct strategies at first".format(method, *np.mean(counts, axis=0))
+    )
+
+
 def print_difference(name: str, values: Float[np.ndarray, "seeds problems"]) -> None:
     """Prints the mean of paired differences with its intervals over seeds and over problems."""
     low, high = difference_interval(values.mean(axis=0))
@@ -78,8 +94,12 @@ def print_task(task: str) -> None:
             gain = curves["poly_epo_correlated"] - curves["grpo_correlated"]
             print_difference(f"k = {k}: poly_epo_correlated{size} - grpo_correlated{size}", gain[:, :, column])
     for base in METHODS:
-        half = final(task, f"{base}_correlated_half") - final(task, base)
-        print_difference(f"k = 64: {base}_correlated_half - {base}", half[:, :, KS.index(64)])
+        for name in (f"{base}_half", f"{base}_correlated_half"):
+            difference = final(task, name) - final(task, base)
+            for k in (1, 64):
+                print_difference(f"k = {k}: {name} - {base}", difference[:, :, KS.index(k)])
+        for name in (base, f"{base}_correlated"):
+            print_first_groups(task, name)
 
 
 def draw(task: str) -> None:

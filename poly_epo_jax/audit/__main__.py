@@ -60,8 +60,12 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
     rows = list(read_json_rows(flags.run / AUDIT, AUDITED))
     warn_of_failures(rows)
     results = summarize(rows, config.algo.set_size)
-    num_steps = len({row["step"] for row in rows})
-    table = Table("result", "mean [95% interval]", "prompts", title=f"{len(rows)} prompts, audited steps: {num_steps}")
+    table = Table(
+        "result",
+        "mean [95% interval]",
+        "prompts",
+        title=f"{len(rows)} prompts, audited steps: {len({row['step'] for row in rows})}",
+    )
     for name, (title, _) in AUDIT_METRICS.items():
         table.add_row(title, interval_text(results[name]), str(results[name]["num_problems"] if results[name] else 0))
     Console().print(table)

@@ -65,10 +65,8 @@ def summarize(rows: Iterable[Mapping[str, Any]], set_size: int) -> dict[str, Any
         for name, value in found.items():
             values[name] += [] if value is None else [value]
     bounds = {"adjusted_rand_index": RAND_BOUNDS, **dict.fromkeys(FRACTIONS, (0.0, 1.0))}
-    return {
-        **{name: mean_over_problems(of_metric, bounds.get(name)) for name, of_metric in values.items()},
-        "inflation": ratio_over_problems(pairs),
-    }
+    of_metrics = {name: mean_over_problems(found, bounds.get(name)) for name, found in values.items()}
+    return of_metrics | {"inflation": ratio_over_problems(pairs)}
 
 
 def ratio_over_problems(pairs: Sequence[tuple[int, int]]) -> dict[str, Any] | None:

@@ -99,9 +99,10 @@ async def _grade(
         group, rewards, parts = await _rewarded(group, task, timeout_seconds)
     if len(rewards) < min_group:
         return GradedGroup(group, np.zeros(0, np.float32), np.zeros(0, bool), None)
-    with clock.stage("judge"):  # A user's judge may block its event loop.
-        found = in_background_loop(judge.cluster(group)) if is_own(judge) else judge.cluster(group)
-        found = await limited_call(found, judge, "cluster", group.problem, timeout_seconds)
+    with clock.stage("judge"):
+        # A user's judge may block its event loop.
+        work = in_background_loop(judge.cluster(group)) if is_own(judge) else judge.cluster(group)
+        found = await limited_call(work, judge, "cluster", group.problem, timeout_seconds)
     clustering = checked_clustering(judge, group, JudgeFailure(*found) if isinstance(found, CallFailure) else found)
     correct = rewards >= minimum_correct(task)
     for index, generation in enumerate(group.generations):
@@ -271,14 +272,11 @@ def check_failed_environments(graded: Sequence[GradedGroup], max_failed_fraction
     """
     left_out = left_out_groups(graded)
     if left_out and (len(left_out) > max_failed_fraction * len(graded) or len(left_out) == len(graded)):
+        limit = f"more than rollouts.max_failed_fraction={max_failed_fraction:g} allows"
         raise EpisodeError(
             f"The environment or reward failed on {len(left_out)} of {len(graded)} prompts, "
-            + (
-                "which leaves no prompt. "
-                if len(left_out) == len(graded)
-                else f"more than rollouts.{max_failed_fraction=:g} allows. "
-            )
-            + _most_frequent(environment_failures(left_out))
+            f"{limit if len(left_out) < len(graded) else 'which leaves no prompt'}. "
+            f"{_most_frequent(environment_failures(left_out))}"
         )
 
 

@@ -67,8 +67,9 @@ async def in_background_loop(work: Awaitable[T]) -> T:
             return await work
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:
             # Unless the caller has been cancelled, they would end the loop, or cancel the caller.
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            raise (raised if task and task.cancelling() else error) from None
+            raise (
+                raised if task and task.cancelling() else RuntimeError(f"{type(raised).__name__}: {raised}")
+            ) from None
 
     try:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
