@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import threading
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from fakes import PATIENCE
 
 from configs import polynomial
 from poly_epo_jax.config.keys import HostsSection
@@ -181,8 +182,16 @@ def test_exceptions_of_a_check_become_findings(tmp_path, error, status, message)
     assert (found.status, found.message) == (status, message)
 
 
-def test_a_check_that_hangs_is_abandoned(tmp_path):
-    hangs = DoctorCheck("devices", lambda run: time.sleep(60) or [], 0.1, "do this", needs_mesh=False)
+@pytest.fixture
+def hang() -> Iterator[Callable[[RunContext], list[Finding]]]:
+    """Returns a check that does not end before the test."""
+    is_over = threading.Event()
+    yield lambda run: is_over.wait(PATIENCE) and []
+    is_over.set()
+
+
+def test_a_check_that_hangs_is_abandoned(tmp_path, hang):
+    hangs = DoctorCheck("devices", hang, 0.1, "do this", needs_mesh=False)
     runner = CheckRunner(RunContext(tiny(tmp_path)), 60.0)
     (found,) = runner.findings(hangs)
     assert (found.status, found.message) == ("failed", "the check timed out after 0 s; do this")
@@ -193,10 +202,10 @@ def test_a_check_that_hangs_is_abandoned(tmp_path):
     assert runner.findings(returns(fine))[0].status == "passed"
 
 
-def test_a_judge_that_hangs_does_not_skip_the_checks_of_the_devices(tmp_path):
+def test_a_judge_that_hangs_does_not_skip_the_checks_of_the_devices(tmp_path, hang):
     (judge,) = (check for check in doctor.CHECKS if check.name == "judge")
     runner = CheckRunner(RunContext(tiny(tmp_path)), 60.0)
-    hangs = dataclasses.replace(judge, run=lambda run: time.sleep(60) or [], timeout_seconds=0.1)
+    hangs = dataclasses.replace(judge, run=hang, timeout_seconds=0.1)
     assert runner.findings(hangs)[0].status == "failed"
     fine = Finding("a check", "passed", "fine")
     assert runner.findings(dataclasses.replace(returns(fine), needs_mesh=True))[0].status == "passed"
