@@ -142,10 +142,13 @@ class EnvironmentFailure:
         `rollouts.grading_timeout_seconds`, "long" for a reply with more than `max_reply_tokens` tokens, and "lost" for
         a call that ended its worker process, for example because of its memory limit.
       reason: One sentence that describes the failure.
+      traceback_file: File of the traceback of an exception, or an empty string. It is printed but not recorded, because
+        its name differs between runs.
     """
 
     kind: str
     reason: str
+    traceback_file: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

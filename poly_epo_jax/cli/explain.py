@@ -105,7 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "poly-epo explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rewards", required=True, type=_rewards, metavar="R,R,..", help="rewards in [0, 1]")
-    parser.add_argument("--strategies", required=True, type=_names, metavar="S,S,..", help="names of strategies")
+    parser.add_argument(
+        "--strategies",
+        required=True,
+        type=lambda text: [*map(str.strip, text.split(","))],
+        metavar="S,S,..",
+        help="names of strategies",
+    )
     size = AlgoSection().set_size
     parser.add_argument("--set_size", type=int, default=size, metavar="N", help=f"responses in a set (default: {size})")
 
@@ -114,10 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(describe_group(options.rewards, options.strategies, options.set_size))
 
     return exit_code(work)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 def _rewards(text: str) -> list[float]:

@@ -218,14 +218,10 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     return Rollouts(sampler, policy.tokenizer, benchmark.task, *limits, omits_failed_requests=True)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with `arguments` (`sys.argv` if None) and returns the exit code."""
     parser = config_parser(__doc__)
-    several = {"type": _names, "default": [], "metavar": "LABEL=NAME,..."}
+    several = {"type": lambda text: [*map(str.strip, text.split(","))], "default": [], "metavar": "LABEL=NAME,..."}
     parser.add_argument(
         "--models", **several, help="run folders, Hugging Face folders or names, or server URLs, with optional labels"
     )

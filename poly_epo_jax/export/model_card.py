@@ -133,13 +133,12 @@ def _results(rows: list[dict[str, Any]], step: int) -> list[str]:
     first, last = evaluated[0], evaluated[-1]
     names = [name for name in last if is_held_out(name) and last[name] is not None]
     columns = {f"step {row['step']}": row for row in (first, last)}
-    cells = [(describe(name).title, *(_format_number(row.get(name)) for row in columns.values())) for name in names]
+    cells = [
+        (describe(name).title, *("" if row.get(name) is None else f"{row[name]:.4g}" for row in columns.values()))
+        for name in names
+    ]
     heading = ["## Results on held-out problems", "", "Means over held-out problems, at the training temperature.", ""]
     return [*heading, *markdown_table(("metric", *columns), cells), ""]
-
-
-def _format_number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _versions(versions: list[Mapping[str, str]]) -> list[str]:

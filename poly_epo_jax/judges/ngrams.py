@@ -46,10 +46,10 @@ class NgramsJudge:
 
     async def cluster(self, group: Group) -> Clustering:
         """Returns the clusters, with the feature `embeddings` of shape [N, dimensions]."""
-        return await asyncio.to_thread(self._clustered, [generation.text for generation in group.generations])
-
-    def _clustered(self, texts: list[str]) -> Clustering:
-        return cluster_similar(texts, np.stack([self._embedded(text) for text in texts]), self._threshold)
+        texts = [generation.text for generation in group.generations]
+        return await asyncio.to_thread(
+            lambda: cluster_similar(texts, np.stack([self._embedded(text) for text in texts]), self._threshold)
+        )
 
     def _embedded(self, text: str) -> Float[np.ndarray, " D"]:
         data = text.encode("utf-32-le", errors="surrogatepass")  # four bytes per character

@@ -26,7 +26,7 @@ MAX_ATTEMPTS = 3
 
 
 class FailedEpisode(Exception):
-    """Raised with kind and reason when an environment fails, see `EnvironmentFailure`."""
+    """Raised with the arguments of an `EnvironmentFailure` when an environment fails."""
 
 
 @dataclasses.dataclass
@@ -202,10 +202,12 @@ class RunningEpisode:
         name = f"{type(task).__name__}: {name or method} of problem {self._problem.id!r}"
         message = (self._number, method, *arguments)
         with pending_call(name):
-            kind, value, seconds = await self._place.call(name, message, max(0.0, limit - self._seconds))
+            kind, value, traceback_file, seconds = await self._place.call(
+                name, message, max(0.0, limit - self._seconds)
+            )
         self._seconds += seconds
         if not kind:
             return value
         if kind == "late":
             value = f"did not return before the calls of its episode took rollouts.episode_timeout_seconds={limit:g}"
-        raise FailedEpisode(kind, f"{name} {value}")
+        raise FailedEpisode(kind, f"{name} {value}", traceback_file)

@@ -33,11 +33,13 @@ class CallResult(NamedTuple):
     Attributes:
       kind: "" for a returned value, or the kind of the failure, see `types.EnvironmentFailure`.
       value: The returned value, or a description of the failure.
+      traceback_file: File of the traceback of a failure, or an empty string.
       seconds: Time in seconds that the call took, without waiting for calls of other episodes.
     """
 
     kind: str
     value: Any
+    traceback_file: str = ""
     seconds: float = 0.0
 
 
@@ -100,12 +102,12 @@ class EpisodeLoop:
                     if is_blocking:
                         self.is_alive = False
                         abandon(self._thread, self._loop)
-                    return CallResult("late", "", seconds)
+                    return CallResult("late", "", seconds=seconds)
             return CallResult(INTERRUPTED, "was interrupted")
         finally:
             running.cancel()
 
-    async def _run(self, call: _Call, message: tuple[Any, ...]) -> tuple[str, Any]:
+    async def _run(self, call: _Call, message: tuple[Any, ...]) -> tuple[str, Any, str]:
         self._num_running += 1
         if self._next_beat is None:
             self._last_beat = time.monotonic()
@@ -190,13 +192,12 @@ class EpisodeWorker:
         try:
             self._connection.send(message)
             if self._connection.poll(seconds):
-                kind, value = self._connection.recv()
-                return CallResult(kind, value, time.monotonic() - begin)
+                return CallResult(*self._connection.recv(), seconds=time.monotonic() - begin)
         except (EOFError, OSError):
             self.stop()
             return CallResult("lost", f"ended its worker process with exit code {self._process.returncode}")
         self.stop()
-        return CallResult("late", "", seconds)
+        return CallResult("late", "", seconds=seconds)
 
     def _wait_until_ready(self) -> None:
         flaw = f"no response within {START_SECONDS:.0f} s"

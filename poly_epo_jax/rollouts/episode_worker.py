@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-from poly_epo_jax.system.user_code import user_line
+from poly_epo_jax.system.user_code import traceback_file, user_line
 from poly_epo_jax.types import EpisodeFailure, Interactive
 
 
@@ -33,7 +33,7 @@ class Episodes:
     def __init__(self, task: Interactive):
         self._task, self._running = task, dict[int, Any]()
 
-    async def call(self, number: int, method: str, *arguments: Any) -> tuple[str, Any]:
+    async def call(self, number: int, method: str, *arguments: Any) -> tuple[str, Any, str]:
         """Calls a method of an episode.
 
         Args:
@@ -42,19 +42,19 @@ class Episodes:
           arguments: Arguments of the method.
 
         Returns:
-          "" and the returned value, which for "start" is the name of the episode's class, or the kind of a failure and
-          its description, see `types.EnvironmentFailure`.
+          "", the returned value, which for "start" is the name of the episode's class, and "", or the kind, the reason
+          and the traceback's file of a failure, see `types.EnvironmentFailure`.
         """
         try:
             if method == "start":
                 self._running[number] = self._task.start(*arguments)
-                return "", type(self._running[number]).__name__
+                return "", type(self._running[number]).__name__, ""
             episode = self._running.pop(number) if method == "close" else self._running[number]
-            return "", await getattr(episode, method)(*arguments)
+            return "", await getattr(episode, method)(*arguments), ""
         except EpisodeFailure as error:
-            return "failed", f"failed: {error}"
+            return "failed", f"failed: {error}", ""
         except BaseException as error:  # SystemExit would end the event loop or the process.
-            return "raised", f"raised {type(error).__name__}{user_line(error)}: {error}"
+            return "raised", f"raised {type(error).__name__}{user_line(error)}: {error}", traceback_file(error)
 
 
 def _exit_with(parent: int) -> None:
@@ -93,7 +93,7 @@ def main() -> None:
             try:
                 connection.send(answer)
             except Exception as error:  # The value cannot be pickled, so nothing was sent.
-                connection.send(("raised", f"returned a value that cannot be pickled: {error}"))
+                connection.send(("raised", f"returned a value that cannot be pickled: {error}", ""))
 
 
 if __name__ == "__main__":

@@ -148,8 +148,11 @@ class Rollouts:
                 for completed in asyncio.as_completed(running):
                     group = await completed
                     for failure in (one for one in group.failures.values() if one.kind != "server"):
-                        reason = f"{failure.reason}. The response is masked"
-                        warn_repeatedly("environment", f"The environment failed repeatedly. {reason}.")
+                        warn_repeatedly(
+                            "environment",
+                            f"The environment failed repeatedly. {failure.reason}. The response is masked."
+                            + (failure.traceback_file and f" A traceback is in {failure.traceback_file}."),
+                        )
                     yield group
                 queue.warn_about_room()
             finally:

@@ -41,16 +41,24 @@ def user_code(component: object, method: str, problem: str | None = None) -> Ite
     except (Exception, SystemExit) as error:
         if not is_own(component) or _is_ours(type(error).__module__):
             raise
-        kind, line = type(error).__name__, user_line(error)
-        if (kind, line) not in _tracebacks:  # A reward may raise the same exception for each response.
-            with tempfile.NamedTemporaryFile(prefix="traceback-", suffix=".txt", delete=False) as file:
-                file.write("".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
-            _tracebacks[kind, line] = file.name
         raise UserCodeError(
-            f"{type(component).__name__}.{method} raised {kind}"
-            f"{'' if problem is None else f' for problem {problem!r}'}{line}: {str(error).rstrip('.')}.",
-            _tracebacks[kind, line],
+            f"{type(component).__name__}.{method} raised {type(error).__name__}"
+            f"{'' if problem is None else f' for problem {problem!r}'}{user_line(error)}: {str(error).rstrip('.')}.",
+            traceback_file(error),
         ) from error
+
+
+def traceback_file(error: BaseException) -> str:
+    """Writes the traceback of an exception to a file, unless there is one of the same type and line. Returns the file.
+
+    A reward may raise the same exception for each response.
+    """
+    found = type(error).__name__, user_line(error)
+    if found not in _tracebacks:
+        with tempfile.NamedTemporaryFile(prefix="traceback-", suffix=".txt", delete=False) as file:
+            file.write("".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
+        _tracebacks[found] = file.name
+    return _tracebacks[found]
 
 
 def is_own(component: object) -> bool:

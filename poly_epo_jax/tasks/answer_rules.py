@@ -156,10 +156,6 @@ def _numbers(gold: str, answer: str) -> tuple[str, str]:
     return as_date(gold) or number, as_date(answer) or other
 
 
-def _exact(text: str) -> str:
-    return FACTORS.sub(r"\g<0> \\cdot ", DECIMAL.sub(_fraction, text))
-
-
 def _fraction(match: re.Match[str]) -> str:
     whole, digits = match.groups()
     fraction = rf"\frac{{{whole.replace(',', '')}{digits}}}{{1{'0' * len(digits)}}}"
@@ -188,7 +184,7 @@ def comparable(gold: str, answer: str) -> tuple[str, str] | None:
     gold, answer = with_names(gold, answer)
     if any(rejects(gold, answer) for _, rejects in VETOES.values()):
         return None
-    number, other = (_exact(side) for side in _numbers(gold, answer))
+    number, other = (FACTORS.sub(r"\g<0> \\cdot ", DECIMAL.sub(_fraction, side)) for side in _numbers(gold, answer))
     return (number, number if _without_blanks(number) == _without_blanks(other) else other)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -60,8 +60,8 @@ class TextArenaTask(GradedInWorkers):
         invalid move ended.
       clusters: Definition of a strategy: the "first_move" of an episode, or all "moves" in order. Only valid moves
         count.
-      num_workers: Number of processes that play. 0 starts one for every two CPU cores that this process may use, but at
-        least 2.
+      num_workers: Number of processes that play or, with `rollouts.environment_workers`, only start the games. 0 starts
+        one for every two CPU cores that this process may use, but at least 2.
       train_problems: Training problems.
       held_out_problems: Held-out problems.
 
@@ -95,14 +95,20 @@ class TextArenaTask(GradedInWorkers):
             raise ValueError(
                 f"task.options.min_reward={self.min_reward:g} must be smaller than max_reward={self.max_reward:g}."
             )
-        player = Grader("textarena", (str(WORKER), self.game), list)
-        self._verifier = Verifier(self.num_workers, CPU_SECONDS, grader=player)
+        self._verifier = Verifier(
+            self.num_workers, CPU_SECONDS, grader=Grader("textarena", (str(WORKER), self.game), list)
+        )
+        self._player = self._verifier.call
         seeds = (np.random.SeedSequence(self.seed).generate_state(2) >> 1).tolist()
         with ThreadPoolExecutor(max(2, self.num_workers)) as threads:
             held_out = range(seeds[0], seeds[0] + self.num_held_out)
             train = range(seeds[1], seeds[1] + self.num_train)
             self.held_out_problems: Sequence[Problem] = tuple(threads.map(partial(self._problem, "held_out"), held_out))
             self.train_problems: Sequence[Problem] = tuple(threads.map(partial(self._problem, "train"), train))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the attributes of a copy in another process, which itself plays the games."""
+        return vars(self) | {"_verifier": None, "_player": partial(_play_here, self.game)}
 
     def start(self, problem: Problem, seed: int) -> "TextArenaEpisode":
         """Starts an episode, whose random numbers after the start of the game are determined by `seed`."""
@@ -123,7 +129,7 @@ class TextArenaTask(GradedInWorkers):
         Raises:
           EpisodeFailure: If the process that plays failed, or the reward is outside the declared range.
         """
-        played = self._verifier.call(seed, str(episode_seed), json.dumps(moves))
+        played = self._player(seed, str(episode_seed), json.dumps(moves))
         if isinstance(played, PlayerFailure):
             reason = "it raised an exception at the start" if played is PlayerFailure.WRONG else f"it {played.value}"
             raise EpisodeFailure(f"TextArena failed to play {self.game} with seed {seed}: {reason}.")
@@ -149,6 +155,12 @@ class TextArenaTask(GradedInWorkers):
         except EpisodeFailure as error:
             raise ValueError(f"{error} Check task.options.game={self.game!r}.") from error
         return Problem(f"{self.game}/{part}/{seed}", prompt, str(seed), chat=True)
+
+
+def _play_here(game: str, *request: str) -> list[Any]:
+    from poly_epo_jax.tasks.textarena_worker import open_grader
+
+    return open_grader(game)(*request)
 
 
 @dataclasses.dataclass(eq=False)

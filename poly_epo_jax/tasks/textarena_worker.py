@@ -1,7 +1,7 @@
-"""Plays the games of TextArena. `worker.py` runs this script.
+"""Plays the games of TextArena. Runs in worker processes, because the games draw from the global random generators.
 
-The processes are separate and do not import this package, because the games draw from the global random generators, and
-TextArena imports clients of online services.
+`worker.py` runs this script in the processes of the task. With `rollouts.environment_workers`, those processes import
+it instead. TextArena imports clients of online services.
 """
 
 import copy
@@ -18,6 +18,7 @@ MAX_STARTED = 256
 """Maximum number of started games that are kept. Generating a room of Sokoban takes up to a second."""
 
 
+@functools.cache
 def open_grader(game: str) -> Callable[[str, str, str], list[Any]]:
     """Returns a function that plays a game from its start, so that episodes share no state.
 

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,8 @@ def test_failures_of_an_environment_are_counted_and_not_rewarded(method: str, fa
     for failure in b.failures.values():
         assert failure.kind == kind
         assert f"Faulty: {method}{turn} of problem 'b'" in failure.reason and reason in failure.reason
+        traceback = Path(failure.traceback_file).read_text() if failure.traceback_file else ""
+        assert ("in fault" in traceback) == (kind == "raised")
     assert [y.token_ids.tolist() for y in (*a.generations, *c.generations)] == [
         y.token_ids.tolist() for one in play(SumTask()) if one.problem.id != "b" for y in one.generations
     ]
@@ -191,7 +194,7 @@ def test_time_during_which_another_call_blocks_the_loop_is_not_counted(clock: Cl
         waiting = asyncio.create_task(loop.call("reply", (0, "reply", None), 1.0))
         await asyncio.to_thread(is_waiting.wait)
         assert (await loop.call("close", (1, "close"), PATIENCE)).kind == ""
-        kind, value, seconds = await waiting
+        kind, value, _, seconds = await waiting
         assert (kind, value) == ("", "waited") and seconds <= 2 * episode_places.BEAT_SECONDS
 
     asyncio.run(main())

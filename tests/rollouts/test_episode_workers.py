@@ -46,6 +46,8 @@ def test_failures_in_workers_are_those_of_single_episodes(monkeypatch: pytest.Mo
     assert {name: [failure.kind for failure in of_group] for name, of_group in failures.items()} == KINDS
     assert content(groups["works"]) == content(play(open_rollouts(WorkerHere(), 0), WorkerHere(), "works")["works"])
     reasons = {name: of_group[0].reason for name, of_group in failures.items()}
+    traceback = Path(failures["raises"][0].traceback_file).read_text()
+    assert "worker_tasks.py" in traceback and "in reply" in traceback
     assert "worker_tasks.py:" in reasons["raises"] and "in turn 2" in reasons["raises"]
     assert "WorkerTask: reply to turn 2 of problem 'exits'" in reasons["exits"] and "code 7" in reasons["exits"]
     assert "MemoryError" in reasons["grows"] and "out of order" in reasons["fails"]

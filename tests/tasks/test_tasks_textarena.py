@@ -234,6 +234,18 @@ def test_training_with_the_embedded_sampler(game: str, policy: Path, tmp_path: P
 
 @needs_package
 @pytest.mark.slow
+def test_games_in_environment_workers_are_the_same(policy: Path, tmp_path: Path, caches: dict[str, Path]):
+    runs = [
+        train(tmp_path / str(num), policy, "Mastermind-v0", **caches, **{"rollouts.environment_workers": num})
+        for num in (0, 2)
+    ]
+    names = [name for name in runs[0][0] if name.startswith(("episode/", "reward", "strategies"))]
+    assert {"episode/moves", "episode/invalid_moves"} <= {*names}
+    assert [[row[name] for name in names] for row in runs[0]] == [[row[name] for name in names] for row in runs[1]]
+
+
+@needs_package
+@pytest.mark.slow
 def test_training_with_an_sglang_server(policy: Path, tmp_path: Path, caches: dict[str, Path]):
     require_sglang()
     server = SGLangServer(policy, tmp_path / "log", "--max-total-tokens", "32768", "--context-length", "2048")
