@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs style checks, type checks and tests. The default tests take 7 to 9 minutes on two CPU cores and only use the
+# Runs style checks, type checks and tests. The default tests take 7 to 20 minutes on two CPU cores and only use the
 # packages of the extra `test`. `all` adds tests that require torch, a server or another environment, or many CPU seconds.
 #
 #   bash launch/test.sh                 default tests

@@ -312,7 +312,8 @@ LEARNED_FIRST = {"README.md", *(path.name for path in (ROOT / "docs" / "tutorial
 
 def parameter_of(command: str) -> Any:
     is_default = COMMANDS[command] in LEARNED_FIRST or command in FIRST.values()
-    return pytest.param(command, id=f"{COMMANDS[command]}: {command}", marks=() if is_default else pytest.mark.slow)
+    marks = [pytest.mark.documented] if is_default else [pytest.mark.documented, pytest.mark.slow]
+    return pytest.param(command, id=f"{COMMANDS[command]}: {command}", marks=marks)
 
 
 @pytest.fixture(scope="module")
