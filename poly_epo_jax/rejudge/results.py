@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 from rich.table import Table
-from scipy.stats import rankdata
 
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges.variants import FIRST, Variant
@@ -126,6 +125,8 @@ def pair_results(
     }
     if advantages is None:
         return found
+    from scipy.stats import rankdata  # takes a second, which all commands would need
+
     correlations, changes = [], []
     for name in names:
         left, right = (_rounded(advantages(name, judged[name])) for judged in (first, second))
