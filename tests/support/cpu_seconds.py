@@ -19,7 +19,7 @@ import pytest
 NUM_FILES = 10
 """Number of printed test files."""
 
-REFERENCE_SECONDS = 0.030
+REFERENCE_SECONDS = 0.021
 """CPU seconds of `reference_work` on the CPU whose seconds the limit states, while a second core runs tests."""
 
 INTERVAL = 5.0
