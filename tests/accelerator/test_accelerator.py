@@ -27,6 +27,7 @@ from poly_epo_jax.startup.prepare import check_memory, model_shape
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.study.plan import make_runs
 from poly_epo_jax.system.json_files import write_json
+from poly_epo_jax.tasks import TASKS
 from studies.accelerator import get_study
 
 
@@ -220,6 +221,7 @@ def test_the_configurations_for_a_gpu_are_valid():
             if flags := [flag for flag in measurement.command if flag.startswith("--config")]:
                 checked += bool(read_arguments(flags))
     assert checked == 16
+    del TASKS["random_text"]  # registered by launch/random_text.py
 
 
 def test_trees_are_those_of_the_first_seed_of_each_method(tmp_path: Path):
