@@ -4,8 +4,8 @@ Of the episodes of guess_number, 5% raise an exception, 2% never return and 2% a
 seed, and one ends its worker process. Three runs of 20 steps with these faults alternate with three without. The script
 verifies that each run ends, and that exactly the faulty episodes are masked: the task logs its faults, with which the
 rows of generations.jsonl are compared. It prints the seconds of each run, and the largest expected median with faults:
-1.3 times the median without faults, and the time limit for each step and attempt. Runs that are complete are not
-repeated.
+1.3 times the median without faults, and the time limit for each step and attempt. The first run also fits the base
+policy of all runs. Runs that are complete are not repeated.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from configs import guess_number
+import poly_epo_jax
 from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.tasks.guess_number import GuessNumberEpisode, GuessNumberTask
@@ -56,13 +56,16 @@ class FaultyEpisode(GuessNumberEpisode):
 
 
 class FaultyTask(GuessNumberTask):
-    """The task guess_number with faults, which it logs in `folder`. Without a folder, it has no faults."""
+    """The task guess_number with faults, which it logs in the folder FAULTS. Without this variable, it has no faults.
+
+    The folder is not an option, because runs with other options do not share a base policy.
+    """
 
     max_reply_tokens = 8
 
-    def __init__(self, folder: str = ""):
+    def __init__(self):
         super().__init__(num_held_out=8)
-        self.folder = folder
+        self.folder = os.environ.get("FAULTS", "")
 
     def start(self, problem: Problem, seed: int) -> GuessNumberEpisode:
         """Starts an episode. The first one ends its worker process."""
@@ -86,7 +89,7 @@ TASKS["faulty"] = FaultyTask
 
 def get_config() -> ConfigDict:
     """Returns the configuration of the runs."""
-    config = guess_number.get_config("grpo")
+    config = poly_epo_jax.get_config("guess_number:grpo")
     config.task.name = "faulty"
     config.base.clean_steps = 200
     config.train.num_steps = STEPS
@@ -103,10 +106,9 @@ def train(folder: Path, faults: str) -> float:
     if not (folder / "seconds").exists():
         folder.mkdir(parents=True, exist_ok=True)
         flags = [f"--config.workdir={folder / 'run'}", f"--config.base.cache_dir={folder.parent / 'base'}"]
-        flags += [f"--config.task.options={{'folder':'{faults}'}}"]
         begin = time.monotonic()
         command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={__file__}", *flags]
-        subprocess.run(command, check=True)
+        subprocess.run(command, env=os.environ | {"FAULTS": faults}, check=True)
         (folder / "seconds").write_text(f"{time.monotonic() - begin}")
     return float((folder / "seconds").read_text())
 

@@ -186,7 +186,12 @@ def test_exceptions_of_a_check_become_findings(tmp_path, error, status, message)
 def hang() -> Iterator[Callable[[RunContext], list[Finding]]]:
     """Returns a check that does not end before the test."""
     is_over = threading.Event()
-    yield lambda run: is_over.wait(PATIENCE) and []
+
+    def wait(run: RunContext) -> list[Finding]:
+        is_over.wait(PATIENCE)
+        return []
+
+    yield wait
     is_over.set()
 
 
