@@ -21,7 +21,6 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 import poly_epo_jax
-from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.tasks.guess_number import GuessNumberEpisode, GuessNumberTask
 from poly_epo_jax.types import Generation, Problem
@@ -119,6 +118,8 @@ def check(folder: Path) -> int:
     Raises:
       SystemExit: If they are not.
     """
+    from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows  # not required by the workers
+
     logged = {tuple(row) for row in map(json.loads, (folder / "faults.jsonl").read_text().splitlines())}
     expected = Counter((problem, KINDS[fault]) for problem, _, fault in logged)
     rows = read_rows(folder / "run" / GENERATIONS)
