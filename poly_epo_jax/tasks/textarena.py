@@ -158,7 +158,7 @@ class TextArenaTask(GradedInWorkers):
 
 
 def _play_here(game: str, *request: str) -> list[Any]:
-    from poly_epo_jax.tasks.textarena_worker import open_grader
+    from poly_epo_jax.tasks.textarena_worker import open_grader  # imports TextArena, which only workers do
 
     return open_grader(game)(*request)
 
