@@ -105,8 +105,7 @@ class Auditor:
             if copy := copy_of(group.responses[place], rules, group.problem, self._task):
                 added = dataclasses.replace(group, responses=(*group.responses, copy))
                 asked[name] = (self._judge, added, COPIED)
-        replies = await asyncio.gather(*(_request(*one) for one in asked.values()))
-        by_name = dict(zip(asked, replies, strict=True))
+        by_name = dict(zip(asked, await asyncio.gather(*(_request(*one) for one in asked.values())), strict=True))
         found = {name: reply for name, reply in by_name.items() if isinstance(reply, np.ndarray)}
         failures |= {name: reply for name, reply in by_name.items() if isinstance(reply, str)}
         row = empty_row(step, group, failures)

@@ -40,8 +40,7 @@ class BackgroundAudit:
         self._pending: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue()
         self._incomplete: dict[int, list[RecordedGroup]] = {}
         every, num_steps = config.audit.every, config.train.num_steps
-        num_prompts = min(config.audit.num_prompts, max_draws(config.train))
-        print(self._auditor.cost(-(-num_steps // every) * num_prompts))
+        print(self._auditor.cost(-(-num_steps // every) * min(config.audit.num_prompts, max_draws(config.train))))
         for step, groups in missing_audits(self._folder, self._auditor, every, num_steps):
             self._submit(step, groups)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), name="audit", daemon=True)

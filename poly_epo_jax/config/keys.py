@@ -199,7 +199,7 @@ class RolloutsSection(Section, name="rollouts"):
         512, "maximum number of concurrent generations (with servers, per server or router worker)", Range(1, 10**6)
     )
     grading_timeout_seconds: float = key(
-        600.0, "timeout in seconds of an own reward on a response, and of an own judge on a prompt", SECONDS
+        600.0, "timeout in seconds of an own reward on a response, judge on a prompt, or metric", SECONDS
     )
     episode_timeout_seconds: float = key(
         120.0, "timeout in seconds of all calls of an environment in one episode, without waiting for others", SECONDS

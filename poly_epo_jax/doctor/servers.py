@@ -215,8 +215,7 @@ def check_judge(run: RunContext) -> CheckResult:
     section = run.config.judge
     if not JUDGES[section.name].needs_url:
         raise Skipped(f"judge.name={section.name} is not a server")
-    judge = make_judge(_with_short_timeouts(section), run.task)
-    outcome = asyncio.run(_cluster(judge, GROUP))
+    outcome = asyncio.run(_cluster(make_judge(_with_short_timeouts(section), run.task), GROUP))
     if not isinstance(outcome, Clustering):
         reason = f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, JudgeFailure) else "no clusters"
         raise Failed(f"{section.url} returned no clustering ({reason}); see its log, and check judge.options")

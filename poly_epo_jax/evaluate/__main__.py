@@ -117,7 +117,8 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
                 failures += [f"{folder}: {problem} failed: {reason}" for problem, reason in failed.items()]
                 if len(failed) < len(benchmark.problems):
                     about = {key: about[key] for key in ("sampling", "digests")} | {"failed": failed}
-                    found.append({"benchmark": benchmark.label, "model": label} | about | compute_results(folder))
+                    about |= compute_results(folder, config.rollouts.grading_timeout_seconds)
+                    found.append({"benchmark": benchmark.label, "model": label} | about)
                     write_json(folder / RESULTS, found[-1])
     _print_results(found, num_generations, flags.output)
     if failures:

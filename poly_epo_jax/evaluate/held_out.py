@@ -1,8 +1,10 @@
 """Evaluates the policy on held-out problems during training."""
 
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import numpy as np
+from jaxtyping import Float
 
 from poly_epo_jax.metrics.diversity import degenerate_share
 from poly_epo_jax.metrics.evaluation import MEAN_REWARD, problem_values
@@ -20,6 +22,7 @@ from poly_epo_jax.rollouts.grading import (
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.returned_values import checked_counts
 from poly_epo_jax.rollouts.rewards import mean_parts
+from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import GradedGroup, Group, Interactive, Judge, Metrics, Problem, Sampling, Task
@@ -59,24 +62,22 @@ async def evaluate_held_out(
       EpisodeError: If the environment or the reward failed on all generations.
       Stopped: If a shutdown was requested.
     """
-    own = hosts.share(problems)
+    own, stop = hosts.share(problems), stop or StopSignal()
     drawing = _draw(rollouts.generate(own, num_generations, sampling), own, rollouts, task, judge)
-    shares = await hosts.gather((stop or StopSignal()).run_interruptible(drawing))
+    shares = await hosts.gather(stop.run_interruptible(drawing))
     drawn = [group for graded, _ in shares for group in graded]
     check_failed_environments(drawn, 1.0)
     graded = complete_groups(drawn)
-    arrays = _arrays(graded)
-    reward = np.mean([of_problem.mean() for of_problem in arrays["rewards"]])
+    reward = np.mean([group.rewards.mean() for group in graded])
     metrics = {"reward": float(reward), "judge_failed_problems": float(len(judge_failures(graded)))}
     if (failures := environment_failures(drawn)) or isinstance(task, Interactive):
         metrics["environment_failed_responses"] = float(len(failures))
         metrics["environment_failed_problems"] = float(len(drawn) - len(graded))
-    values = problem_values(arrays, curves=False)
+    measuring = in_daemon_thread(lambda: _values(graded, rollouts.grading_timeout_seconds))
+    values, *_ = await hosts.gather(stop.run_interruptible(measuring))
     values.pop(MEAN_REWARD, None)  # "reward" is logged in all cases
     if with_clusters := clustered(graded):
-        clusters = cluster_ids(with_clusters)
-        values |= problem_values(_arrays(with_clusters) | {"clusters": clusters}, reading="clusters", curves=False)
-        metrics["degenerate_fraction"] = degenerate_share(np.concatenate(clusters))
+        metrics["degenerate_fraction"] = degenerate_share(np.concatenate(cluster_ids(with_clusters)))
     if taken := metrics.keys() & values.keys():
         raise ValueError(
             f"{held_out(min(taken))} is the name of another metric; register the evaluation metric {min(taken)!r} "
@@ -93,7 +94,16 @@ async def _draw(
     """Returns the graded groups, and the counters of judge and environment. Must run in a separate task."""
     EVALUATES.set(True)
     graded = await grade_groups(groups, problems, task, judge, timeout_seconds=rollouts.grading_timeout_seconds)
-    return graded, checked_counts(judge, rollouts.environments)
+    return graded, await checked_counts(judge, rollouts.environments, timeout_seconds=rollouts.grading_timeout_seconds)
+
+
+def _values(graded: Sequence[GradedGroup], timeout_seconds: float) -> dict[str, Float[np.ndarray, " _"]]:
+    """Returns the values of all registered metrics, each of which has the time limit."""
+    measure = partial(problem_values, curves=False, timeout_seconds=timeout_seconds)
+    values = measure(_arrays(graded))
+    if with_clusters := clustered(graded):
+        values |= measure(_arrays(with_clusters) | {"clusters": cluster_ids(with_clusters)}, "clusters")
+    return values
 
 
 def _arrays(graded: Sequence[GradedGroup]) -> dict[str, list[np.ndarray]]:

@@ -22,11 +22,12 @@ INTERVALS = (
 """Methods of the intervals in results.json."""
 
 
-def compute_results(folder: Path) -> dict[str, Any]:
+def compute_results(folder: Path, timeout_seconds: float = 600.0) -> dict[str, Any]:
     """Computes the metrics of all generations of a model on a benchmark.
 
     Args:
       folder: The folder of the model on the benchmark.
+      timeout_seconds: Maximum time in seconds of a call of a metric.
 
     Returns:
       The content of results.json, without the labels, sampling parameters and digests that `run_evaluation` adds.
@@ -40,7 +41,7 @@ def compute_results(folder: Path) -> dict[str, Any]:
       omitted if no problem has one. "branching" contains the mean number of active branches by token position.
 
     Raises:
-      ValueError: If a row is corrupted, or a metric is not finite for some problem.
+      ValueError: If a row is corrupted, or a metric is not finite for some problem or does not return in time.
     """
     problems: dict[str, dict[str, list[Any]]] = {}
     num_rows = Counter[str]()
@@ -56,13 +57,13 @@ def compute_results(folder: Path) -> dict[str, Any]:
     arrays = {array: [np.array(kept[name]) for kept in problems.values()] for name, array in _COLUMNS.items()}
     clusters = arrays.pop("clusters")
     arrays["lengths"] = [np.array([len(ids) for ids in of_problem]) for of_problem in token_ids]
-    metrics = _with_intervals(problem_values(arrays))
+    metrics = _with_intervals(problem_values(arrays, timeout_seconds=timeout_seconds))
 
     arrays["clusters"] = clusters
     places = [place for place, ids in enumerate(clusters) if ids[0] is not None]
     if places:
         clustered = {name: [array[place] for place in places] for name, array in arrays.items()}
-        metrics |= _with_intervals(problem_values(clustered, reading="clusters"))
+        metrics |= _with_intervals(problem_values(clustered, "clusters", timeout_seconds=timeout_seconds))
     return {
         "num_problems": len(problems),
         "num_generations": max(num_rows.values()),

@@ -18,6 +18,7 @@ from poly_epo_jax.metrics.intervals import ROUNDING
 from poly_epo_jax.metrics.majority import NO_ANSWER, answer_entropy, cached_majority_at_k
 from poly_epo_jax.metrics.pass_at_k import best_of_k, is_covered, pass_at_k
 from poly_epo_jax.registry import Registry
+from poly_epo_jax.system.daemon_thread import call_with_timeout
 from poly_epo_jax.system.user_code import user_line
 
 PASS, MEAN_REWARD, CORRECT_CLUSTERS = "pass", "mean_reward", "correct_clusters"
@@ -193,6 +194,7 @@ def problem_values(
     arrays: Mapping[str, Shaped[np.ndarray, "P m"] | Sequence[Shaped[np.ndarray, " _"]]],
     reading: str = "",
     curves: bool = True,
+    timeout_seconds: float = 600.0,
 ) -> dict[str, Float[np.ndarray, " _"]]:
     """Computes all registered metrics whose arrays are given.
 
@@ -203,13 +205,14 @@ def problem_values(
         between problems. `correct` is required.
       reading: If not empty, only metrics that read this array are computed.
       curves: Whether metrics with `every_k` are computed at every k. If False, k is a power of two for all metrics.
+      timeout_seconds: Maximum time in seconds of a call of a metric.
 
     Returns:
       Values by name, such as `pass@8`, of the problems with at least k generations.
 
     Raises:
-      ValueError: If a metric raises an exception or does not return a finite value for each problem, if a value of a
-        fraction is not in [0, 1], or if two metrics have the same name.
+      ValueError: If a metric raises an exception, does not return in time, or does not return a finite value for each
+        problem, if a value of a fraction is not in [0, 1], or if two metrics have the same name.
     """
     sizes = np.array([len(row) for row in arrays["correct"]])
     if "rewards" in arrays and not np.isin(np.concatenate(arrays["rewards"]), (0, 1)).all():
@@ -234,15 +237,18 @@ def problem_values(
             for size, own in places.items():
                 if size >= (k or 1):
                     given = {array: parts[size][array] for array in read} | ({} if k is None else {"k": k})
-                    column[own] = _values(stem, metric, given, len(own))
+                    column[own] = _values(stem, metric, given, len(own), timeout_seconds)
             values[name] = column[sizes >= (k or 1)]
     return values
 
 
-def _values(stem: str, metric: EvaluationMetric, arguments: Mapping[str, Any], num_problems: int) -> np.ndarray:
+def _values(
+    stem: str, metric: EvaluationMetric, arguments: Mapping[str, Any], num_problems: int, timeout_seconds: float
+) -> np.ndarray:
     """Calls the function of a metric, and checks its values [P]."""
+    call = functools.partial(metric.function, **arguments)
     try:
-        found = np.asarray(metric.function(**arguments))
+        found = np.asarray(call_with_timeout(call, timeout_seconds, f"The function of the evaluation metric {stem!r}"))
     except Exception as error:
         if not (line := user_line(error)):
             raise

@@ -80,8 +80,7 @@ def read_model_config(path: str | Path, **overrides: Any) -> ModelConfig:
         advice = f"choose a {choices} model, see docs/reference/models.md."
         if family in MISSING_FEATURES:
             name = names[0] if isinstance(names, list) and names else family
-            feature = MISSING_FEATURES[family]
-            raise ValueError(f"{file}: {name} requires {feature}, which is not supported; {advice}")
+            raise ValueError(f"{file}: {name} requires {MISSING_FEATURES[family]}, which is not supported; {advice}")
         raise ValueError(f"{file}: model_type {family!r} is not supported; {advice}")
     if "quantization_config" in written:
         raise ValueError(

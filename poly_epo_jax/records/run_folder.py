@@ -205,8 +205,8 @@ def checkpoint_digest(folder: Path, step: int) -> str | None:
     Raises:
       ValueError: If the record of the checkpoint is corrupted.
     """
-    record = folder / CHECKPOINTS / str(step) / "data" / "metadata"  # written by Orbax for model/checkpoint.py
-    return read_object(record, "delete the checkpoint").get("digest")
+    # Orbax writes the file for model/checkpoint.py.
+    return read_object(folder / CHECKPOINTS / str(step) / "data" / "metadata", "delete the checkpoint").get("digest")
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -106,7 +106,13 @@ class Tracker(AbstractContextManager["Tracker"]):
         """
         self._append(run_folder.GENERATIONS, [{"step": step, **row} for row in rows])
         if "wandb" in self._loggers and rows:
-            self._tables = {"generations": _wandb_table(rows)}
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            self._tables = {
+                "generations": wandb.Table(
+                    columns=list(WANDB_COLUMNS), data=[[row[name] for name in WANDB_COLUMNS] for row in rows]
+                )
+            }
 
     def publish(self, step: int) -> None:
         """Sends everything that was logged since the last call to TensorBoard, the loggers and the progress display.
@@ -152,12 +158,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         event.wall_time = time.time()
         self._events.write_event(event)
         self._events.flush()
-
-
-def _wandb_table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    return wandb.Table(columns=list(WANDB_COLUMNS), data=[[row[name] for name in WANDB_COLUMNS] for row in rows])
 
 
 def check_loggers(projects: Mapping[str, str]) -> None:

@@ -188,7 +188,7 @@ async def judge_groups(
             row = await request_clustering(judge, group, variant)
             timing: Row = {"problem": group.name, **variant._asdict(), "seconds": time.monotonic() - start}
             # If the process is killed between the two writes, the request is repeated, and each request has its timing.
-            append_rows(folder / TIMING, [timing | checked_counts(judge)])
+            append_rows(folder / TIMING, [timing | await checked_counts(judge)])
             append_rows(path, [row])
         num_complete += 1
         show(num_complete)

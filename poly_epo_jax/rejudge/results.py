@@ -129,7 +129,8 @@ def pair_results(
 
     correlations, changes = [], []
     for name in names:
-        left, right = (_rounded(advantages(name, judged[name])) for judged in (first, second))
+        pair = np.stack([advantages(name, judged[name]).astype(float) for judged in (first, second)])
+        left, right = np.where(np.abs(pair) <= ZERO, 0, pair.round(6))
         changes.append((np.sign(left) != np.sign(right)).mean())
         if np.ptp(left) and np.ptp(right):
             correlations.append(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
@@ -189,10 +190,6 @@ def mean_agreement(name: str, pairs: Iterable[tuple[Clusters, Clusters]]) -> flo
         [degenerate_as_singletons(one[name]) for one in pair] for pair in pairs if all(name in one for one in pair)
     ]
     return float(np.mean([adjusted_rand_index(*pair) for pair in found])) if found else None
-
-
-def _rounded(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-    return np.where(np.abs(values) <= ZERO, 0, np.round(values.astype(float), 6))
 
 
 JUDGE_COLUMNS = {

@@ -216,7 +216,11 @@ def _read_generations(
     for index, (benchmark, folders) in enumerate(evaluations.items()):
         in_tree = list(folders)[:2] if index == 0 else []
         if in_tree:
-            problem = _partially_solved(results[benchmark][in_tree[0]])
+            solved = {
+                row["problem"]: row["num_correct"] / max(row["num_generations"], 1)
+                for row in results[benchmark][in_tree[0]]["per_problem"]
+            }
+            problem = min(solved, key=lambda problem: abs(solved[problem] - 0.5), default=None)
         for model, folder in folders.items():
             wanted = problem if model in in_tree else None
             collection, rollouts = evaluation_collection(model, benchmark, folder, wanted, TREE_ROLLOUTS)
@@ -225,9 +229,3 @@ def _read_generations(
             if rollouts:
                 trees[model] = list(rollouts.values())
     return problem, collections, trees
-
-
-def _partially_solved(results: evaluation_figures.Results) -> str | None:
-    """Returns the problem whose fraction of correct generations is closest to 0.5."""
-    share = {row["problem"]: row["num_correct"] / max(row["num_generations"], 1) for row in results["per_problem"]}
-    return min(share, key=lambda problem: abs(share[problem] - 0.5), default=None)

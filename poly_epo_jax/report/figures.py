@@ -284,8 +284,8 @@ def add_legend(figure: Figure, line_styles: Mapping[str, Mapping[str, Any]]) -> 
     handles = [Line2D([], [], linewidth=2.2, **style) for style in line_styles.values()]
     entry_inches = 0.8 + 0.1 * max(map(len, line_styles))
     columns = min(len(line_styles), max(1, int(figure.get_figwidth() / entry_inches)))
-    rows = -(-len(line_styles) // columns)
-    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * rows)  # keeps the size of the panels
+    # The height of the rows is added, so the panels keep their size.
+    figure.set_figheight(figure.get_figheight() + 0.15 + 0.25 * -(-len(line_styles) // columns))
     figure.legend(handles=handles, loc="outside upper left", ncols=columns)
 
 

@@ -122,7 +122,8 @@ def collect(model: str, part: str, file: Path, rows: Iterable[Row]) -> Collectio
         if row["reward"] is None:  # the environment or the reward failed
             continue
         num_generations += 1
-        name = _name(row)
+        # Numbered if a step contains the problem repeatedly: clusters differ by occurrence.
+        name = f"{row['problem']} ({row['occurrence'] + 1})" if row.get("occurrence") else row["problem"]
         names.add(name)
         if name not in problems:
             if len(problems) == DEFAULT_BOUNDS.problems:
@@ -199,12 +200,6 @@ class TextExcerpt:
         end = characters // 3
         note = f"[… {self.length - characters:,} characters omitted …]"
         return f"{self.head[: characters - end]}\n{note}\n{(self.tail or self.head)[-end:]}"
-
-
-def _name(row: Row) -> str:
-    """Returns the problem id, numbered if a step contains the problem repeatedly: clusters differ by occurrence."""
-    occurrence = row.get("occurrence", 0)
-    return f"{row['problem']} ({occurrence + 1})" if occurrence else row["problem"]
 
 
 def _generation(row: Row) -> Row:

@@ -88,8 +88,7 @@ def _trained_client(
         sleeps=sleeps,
         in_flight=section.in_flight,
     )
-    urls = [url.strip() for url in section.urls.split(",") if url.strip()]
-    return _client(urls, weights, model, stop_ids, config)
+    return _client([url.strip() for url in section.urls.split(",") if url.strip()], weights, model, stop_ids, config)
 
 
 def _client(

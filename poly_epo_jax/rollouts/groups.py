@@ -21,7 +21,7 @@ from poly_epo_jax.records.timeline import waiting
 from poly_epo_jax.rollouts.between_turns import encode_reply
 from poly_epo_jax.rollouts.environments import Environments, FailedEpisode
 from poly_epo_jax.rollouts.prompts import encode_prompts
-from poly_epo_jax.rollouts.returned_values import checked_counts, maximum_reply
+from poly_epo_jax.rollouts.returned_values import maximum_reply
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
 from poly_epo_jax.system.http_client import RequestError
@@ -113,9 +113,9 @@ class Rollouts:
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
-        """Returns the sampler's counters since the last call and, if above 0, the number of replaced characters."""
+        """Returns the number of replaced characters since the last call, if it is above 0."""
         count, self._num_replaced = self._num_replaced, 0
-        return checked_counts(self.sampler) | ({"rollouts/replaced_characters": float(count)} if count else {})
+        return {"rollouts/replaced_characters": float(count)} if count else {}
 
     async def generate(
         self, problems: Sequence[Problem], num_generations: int, sampling: Sampling

@@ -62,7 +62,8 @@ def encode_prompts(
         _prompt_text(tokenizer, problem, added, chat).split(BREAK)
         for problem, chat in zip(problems, chats, strict=True)
     ]
-    bos = _added_bos(tokenizer)
+    first = list(tokenizer("")["input_ids"])[:1]
+    bos = first if first == [tokenizer.bos_token_id] else []
     prompts = []
     beginnings = encode_texts(tokenizer, [texts[0] for texts in pieces])
     for problem, beginning, texts in zip(problems, beginnings, pieces, strict=True):
@@ -109,12 +110,6 @@ def break_control_tokens(untrusted: str, added: Mapping[str, bool], trusted: str
         while token in untrusted and (is_special or token in trusted):
             untrusted = untrusted.replace(token, token[0] + BREAK + token[1:])
     return untrusted
-
-
-def _added_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the beginning-of-sequence token that the tokenizer adds to texts, or an empty list."""
-    first = list(tokenizer("")["input_ids"])[:1]
-    return first if first == [tokenizer.bos_token_id] else []
 
 
 def with_system_prompt(problems: Sequence[Problem], system_prompt: str) -> Sequence[Problem]:

@@ -1,5 +1,6 @@
 """Validates the values that tasks, judges and samplers return, because users may have implemented these components."""
 
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from jaxtyping import Float
 from poly_epo_jax.judges.exact import COUNTING_CLUSTERS
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import is_reserved
-from poly_epo_jax.system.user_code import user_code
+from poly_epo_jax.system.daemon_thread import call_with_timeout, in_daemon_thread
+from poly_epo_jax.system.user_code import is_own, user_code
 from poly_epo_jax.types import (
     Clustering,
     Group,
@@ -194,21 +196,24 @@ def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering 
     return returned
 
 
-def checked_counts(*components: Any) -> Metrics:
+async def checked_counts(*components: Any, timeout_seconds: float = 600.0) -> Metrics:
     """Collects and validates the counters of tasks, judges and samplers, for those that have counters.
 
     Args:
       *components: The components. Their counters have different names.
+      timeout_seconds: Maximum time in seconds of a call of a user's component.
 
     Raises:
       UserCodeError: If a component of a user raises an exception.
+      LateCallError: If a component of a user does not return in time.
       ValueError: If the counters are not a dict of finite numbers or NaN, or if a name is already in use.
     """
     numbers: Metrics = {}
     for component in (one for one in components if isinstance(one, HasMetrics)):
-        with user_code(component, "metrics"):
-            counts: Any = component.metrics()
         class_name = type(component).__name__
+        call = functools.partial(call_with_timeout, component.metrics, timeout_seconds, f"{class_name}.metrics")
+        with user_code(component, "metrics"):
+            counts: Any = await in_daemon_thread(call) if is_own(component) else component.metrics()
         if not isinstance(counts, Mapping):
             raise ValueError(
                 f"{class_name}.metrics returned {_describe(counts)}; return a dict of numbers by name, such as "

@@ -75,7 +75,14 @@ class Rounds:
             groups = self.rollouts.generate(share, self.num_generations, self.sampling(step))
             limits = self.rollouts.grading_timeout_seconds, self.min_group
             graded = await grade_groups(groups, share, self.task, self.judge, None, clock, *limits)
-            return graded, checked_counts(self.task, self.judge, self.rollouts, self.rollouts.environments)
+            return graded, await checked_counts(
+                self.task,
+                self.judge,
+                self.rollouts.sampler,
+                self.rollouts,
+                self.rollouts.environments,
+                timeout_seconds=limits[0],
+            )
 
         self.started.append(Round(step, problems, asyncio.create_task(make())))
 

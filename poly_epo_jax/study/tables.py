@@ -47,7 +47,9 @@ def pass_at_k_tables(results: StudyResults, task: str, benchmark: str) -> dict[s
     """
     references = {label: curve_of(found) for label, found in results.references(task, benchmark).items()}
     curves = {cell: found for cell in results.cells(task) if (found := curves_of(results.of(cell), benchmark))}
-    ks = _shared_ks([*references.values(), *(one for found in curves.values() for one in found)])
+    every = [*references.values(), *(one for found in curves.values() for one in found)]
+    # Powers of four that all curves have.
+    ks = [k for k in every[0] if k.bit_count() == k.bit_length() % 2 == 1 and all(k in one for one in every)]
     names = [f"{benchmark}: {at(PASS, k)}" for k in ks]
     titles = [at(PASS, k) for k in ks]
     first = next(iter(references), "")
@@ -94,11 +96,6 @@ def crossing_point(curve: Curve, reference: Curve) -> float:
         return float(ks[0]) if last == -1 else math.inf
     share = above[last] / (above[last] - above[last + 1])
     return 2 ** (math.log2(ks[last]) + share * math.log2(ks[last + 1] / ks[last]))
-
-
-def _shared_ks(curves: Sequence[Curve]) -> list[int]:
-    """Returns the powers of four that all curves have."""
-    return [k for k in curves[0] if k.bit_count() == k.bit_length() % 2 == 1 and all(k in one for one in curves)]
 
 
 def _crossing_text(points: Sequence[float]) -> str:

@@ -14,11 +14,47 @@ T = TypeVar("T")
 _ABANDONED = "abandoned"
 
 
+class LateCallError(ValueError):
+    """Raised when a call of a user's code does not return in time."""
+
+
 async def in_daemon_thread(function: Callable[[], T]) -> T:
     """Calls `function` in a daemon thread. Unlike with `asyncio.to_thread`, the process can exit during the call.
 
     If the caller is cancelled, the thread continues, and `num_abandoned_threads` counts it until it ends.
     """
+    thread, future = _start_thread(function)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        abandon(thread)
+        raise
+
+
+def call_with_timeout(function: Callable[[], T], timeout_seconds: float, name: str) -> T:
+    """Calls `function` in a daemon thread, and waits for the result. Blocks the event loop of the calling thread.
+
+    Args:
+      function: The user's code.
+      timeout_seconds: Maximum time in seconds, the value of `rollouts.grading_timeout_seconds`.
+      name: Name of the function in the error message.
+
+    Raises:
+      LateCallError: If the call does not return in time.
+    """
+    thread, future = _start_thread(function)
+    try:
+        return future.result(timeout_seconds)
+    except TimeoutError:
+        if future.done():  # raised by the function, or returned since then
+            return future.result()
+        abandon(thread)
+        raise LateCallError(
+            f"{name} did not return within rollouts.grading_timeout_seconds={timeout_seconds:g}; correct it."
+        ) from None
+
+
+def _start_thread(function: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
     future = Future[T]()
     future.set_running_or_notify_cancel()  # a call that has started is not cancelled
 
@@ -33,11 +69,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
     thread.start()
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        abandon(thread)
-        raise
+    return thread, future
 
 
 def abandon(thread: threading.Thread, loop: asyncio.AbstractEventLoop | None = None) -> None:

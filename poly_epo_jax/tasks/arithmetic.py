@@ -162,7 +162,9 @@ def _is_decomposition(factors: list[list[int]], a: int, b: int) -> bool:
         return False
     totals = [sum(summands) for summands in factors]
     is_decomposed = len(factors) > 2 or any(len(summands) > 1 for summands in factors)
-    return is_decomposed and 1 not in totals and _match_operands(totals, a, b)
+    # Some of the factors multiply to a, and the remaining ones to b.
+    chosen = itertools.chain.from_iterable(itertools.combinations(totals, k) for k in range(1, len(totals)))
+    return is_decomposed and 1 not in totals and math.prod(totals) == a * b and a in map(math.prod, chosen)
 
 
 def _summands(factor: Expression) -> list[int]:
@@ -212,12 +214,6 @@ def _other(pair: tuple[int, int], number: int) -> int:
     If the pair does not contain it, returns 0, which is never a valid summand.
     """
     return pair[1 - pair.index(number)] if number in pair else 0
-
-
-def _match_operands(factors: list[int], a: int, b: int) -> bool:
-    """Returns True if some of the factors multiply to a and the remaining ones to b."""
-    chosen = itertools.chain.from_iterable(itertools.combinations(factors, k) for k in range(1, len(factors)))
-    return math.prod(factors) == a * b and a in map(math.prod, chosen)
 
 
 def _expand(factors: list[list[int]]) -> Decomposition | None:

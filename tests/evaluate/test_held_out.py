@@ -1,19 +1,24 @@
 """Tests of held-out metrics against enumeration of all k-subsets of the generations."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import signal
+import threading
 from collections.abc import AsyncGenerator, Hashable, Sequence
 
 import numpy as np
 import pytest
-from fakes import Scripted
+from fakes import PATIENCE, Scripted
 
+from poly_epo_jax.evaluate import held_out
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.judges.exact import ExactJudge
 from poly_epo_jax.metrics import evaluation
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS, EvaluationMetric
 from poly_epo_jax.rollouts.groups import Rollouts
+from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.types import (
     Clustering,
     Completion,
@@ -28,6 +33,7 @@ from poly_epo_jax.types import (
 )
 
 SAMPLING = Sampling(max_tokens=1)
+TIMEOUT_SECONDS = 123.0
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789?"
 
 
@@ -75,14 +81,20 @@ class Unreliable:
         )
 
 
-def evaluate(responses: dict[str, list[str]], failing: Sequence[str] = ()) -> dict[str, float]:
+def evaluate(
+    responses: dict[str, list[str]], failing: Sequence[str] = (), stop: StopSignal | None = None
+) -> dict[str, float]:
     task, sampler = Letters(), Recorded(responses)
-    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8)
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8, grading_timeout_seconds=TIMEOUT_SECONDS)
     problems = [Problem(id, id, id) for id in responses]
     num_generations = len(next(iter(responses.values())))
-    metrics = asyncio.run(
-        evaluate_held_out(rollouts, task, Unreliable(task, failing), problems, num_generations, SAMPLING)
-    )
+    judge = Unreliable(task, failing)
+
+    async def work() -> dict[str, float]:
+        with stop.on_signals() if stop else contextlib.nullcontext():
+            return await evaluate_held_out(rollouts, task, judge, problems, num_generations, SAMPLING, stop)
+
+    metrics = asyncio.run(work())
     assert sampler.calls == [(len(problems), {num_generations}, SAMPLING)]
     return metrics
 
@@ -149,6 +161,32 @@ def test_a_metric_with_the_name_of_another_metric_is_rejected(monkeypatch: pytes
     monkeypatch.setattr(evaluation, "EVALUATION_METRICS", {**EVALUATION_METRICS, name: mine})
     with pytest.raises(ValueError, match=f"eval/{name} is the name of another metric; .* '{name}' under"):
         evaluate(RESPONSES)
+
+
+def test_the_functions_of_metrics_have_the_time_limit_of_the_configuration(monkeypatch: pytest.MonkeyPatch):
+    called = []
+
+    def values(arrays: dict, reading: str = "", **options: object) -> dict[str, np.ndarray]:
+        called.append((reading, options["timeout_seconds"]))
+        return {}
+
+    monkeypatch.setattr(held_out, "problem_values", values)
+    evaluate(RESPONSES)
+    assert called == [("", TIMEOUT_SECONDS), ("clusters", TIMEOUT_SECONDS)]
+
+
+def test_a_stop_ends_the_wait_for_a_metric(monkeypatch: pytest.MonkeyPatch):
+    event, stop = threading.Event(), StopSignal()
+
+    def wait(rewards: np.ndarray) -> np.ndarray:
+        stop.request(signal.SIGTERM)
+        assert event.wait(PATIENCE)
+        return rewards.mean(axis=1)
+
+    monkeypatch.setattr(evaluation, "EVALUATION_METRICS", {"mine": EvaluationMetric(wait, "mine", "Waits.")})
+    with pytest.raises(Stopped):
+        evaluate(RESPONSES, stop=stop)
+    event.set()
 
 
 def test_no_cluster_metrics_without_clusterings():

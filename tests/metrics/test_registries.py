@@ -1,11 +1,13 @@
 """The registries of metrics: names, titles, and the values that registered functions compute."""
 
 import re
+import threading
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import PATIENCE
 from tiny_training import train_tiny
 
 from poly_epo_jax.metrics import evaluation, logged
@@ -21,6 +23,7 @@ from poly_epo_jax.metrics.evaluation import (
 from poly_epo_jax.metrics.logged import LOGGED_METRICS, describe, held_out, is_held_out
 from poly_epo_jax.records.run_folder import METRICS, TIMING, read_rows
 from poly_epo_jax.set_rl import clip_cov_loss
+from poly_epo_jax.system.daemon_thread import LateCallError
 
 CONDITIONAL = (
     *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens"),
@@ -65,6 +68,31 @@ def test_metrics_are_computed_from_the_given_arrays():
     found = problem_values(clusters, reading="clusters")
     assert found.keys() == {f"{name}_clusters@{k}" for name in ("correct", "incorrect") for k in (1, 2, 4)}
     assert found["incorrect_clusters@4"].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_metric_that_does_not_return_raises_an_error(monkeypatch: pytest.MonkeyPatch):
+    event = threading.Event()
+
+    def wait(rewards):
+        assert event.wait(PATIENCE)
+        return rewards.sum(axis=1)
+
+    monkeypatch.setattr(evaluation, "EVALUATION_METRICS", {"mine": EvaluationMetric(wait, "mine", "Waits.")})
+    limit = (
+        r"^The function of the evaluation metric 'mine' did not return within rollouts\.grading_timeout_seconds=0\.01"
+    )
+    with pytest.raises(LateCallError, match=limit):
+        problem_values(ARRAYS, timeout_seconds=0.01)
+    event.set()
+
+
+def test_a_metric_that_raises_a_timeout_error_names_the_line(registered):
+    def connect(rewards):
+        raise TimeoutError("no route")
+
+    registered(connect)
+    with pytest.raises(ValueError, match=rf"'mine' raised TimeoutError at {re.escape(__file__)}:\d+: no route"):
+        problem_values(ARRAYS)
 
 
 def test_a_registered_metric_is_computed_and_shown(registered):

@@ -268,10 +268,9 @@ def test_a_logger_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: p
 
 
 def test_wandb_accepts_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
-    assert isinstance(tracking._wandb_table(ROWS), wandb.Table)
     with Tracker(tmp_path / "run", CONFIG, total_steps=9, resume_step=-1, projects={"wandb": "p"}) as tracker:
         tracker.log(2, {"reward": 0.5})
         tracker.log_generations(2, ROWS)

@@ -96,7 +96,7 @@ def test_an_invalid_completion_is_resampled_by_another_server(monkeypatch, capsy
     assert [y.token_ids.tolist() for y in group.generations] == [[1]] * 3
     assert asked == ["a", "b"]
     counts = {"rollouts/server_failures": 0.0, "rollouts/resampled": 1.0, "rollouts/invalid_responses": 1.0}
-    assert rollouts.metrics() == counts
+    assert rollouts.sampler.metrics() == counts
     message = "http://a returned an invalid completion: token 32 is not in the vocabulary of 32 tokens (problem '0')"
     assert capsys.readouterr().err.startswith(message)
 

@@ -11,7 +11,7 @@ from fakes import ByLetter, Scripted, collect, until
 from poly_epo_jax.rollouts.groups import Rollouts, generation_seeds
 from poly_epo_jax.rollouts.prompts import drop_long_prompts
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
-from poly_epo_jax.types import Completion, HasMetrics, Problem, Request, Sampler, Sampling
+from poly_epo_jax.types import Completion, Problem, Request, Sampler, Sampling
 
 ALPHABET = "abcdxyz?:"
 PROBLEMS = [Problem(name, f"{name}:", "") for name in "abc"]
@@ -188,16 +188,6 @@ def test_single_turn_tasks_start_one_asyncio_task_per_prompt():
 def test_without_problems_nothing_is_sampled():
     sampler = Recording(lambda *_: "a")
     assert collect(open_rollouts(sampler), [], 4, Sampling(MAX_TOKENS)) == [] and not sampler.calls
-
-
-def test_rollouts_return_the_counters_of_the_sampler():
-    class CountingSampler(Recording):
-        def metrics(self) -> dict[str, float]:
-            return {"rollouts/resampled": 3.0}
-
-    rollouts = open_rollouts(CountingSampler(lambda *_: "a"))
-    assert isinstance(rollouts, HasMetrics) and rollouts.metrics() == {"rollouts/resampled": 3.0}
-    assert open_rollouts(Recording(lambda *_: "a")).metrics() == {}
 
 
 CHAT_TEMPLATE = (

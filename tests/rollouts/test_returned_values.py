@@ -3,13 +3,14 @@
 import asyncio
 import math
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import PROBLEMS, ByLetter, LetterJudge, group, unchecked
+from fakes import PATIENCE, PROBLEMS, ByLetter, LetterJudge, RandomLetters, group, unchecked
 from tiny_training import tiny_config, tiny_experience
 
 from poly_epo_jax.config.keys import JudgeSection
@@ -18,8 +19,10 @@ from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
 from poly_epo_jax.parallel import hosts
+from poly_epo_jax.rollouts import rounds
 from poly_epo_jax.rollouts.grading import cluster_ids, grade_groups
 from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.system.daemon_thread import LateCallError
 from poly_epo_jax.system.user_code import UserCodeError
 from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Task
 
@@ -226,9 +229,15 @@ class CountingJudge(Counts, LetterJudge):
         self.failing = ()
 
 
-def counts(of_task: Any, of_judge: Any = {}) -> dict[str, float]:  # noqa: B006
-    task = CountingTask(of_task)
-    experience = tiny_experience(tiny_config(), None, task, CountingJudge(of_judge))
+class CountingSampler(Counts, RandomLetters):
+    def __init__(self, value: Any):
+        super().__init__(value)
+        RandomLetters.__init__(self)
+
+
+def counts(of_task: Any, of_judge: Any = {}, of_sampler: Any = {}) -> dict[str, float]:  # noqa: B006
+    components = CountingSampler(of_sampler), CountingTask(of_task), CountingJudge(of_judge)
+    experience = tiny_experience(tiny_config(), *components)
 
     async def batch() -> dict[str, float]:
         return (await experience.batch(1, 0)).counts
@@ -286,7 +295,7 @@ def test_counters_of_two_components_must_have_different_names():
 def test_counters_are_numbers_or_nan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LOGGED_METRICS, "task/mine", LOGGED_METRICS["reward"])  # an entry does not reserve a name
     valid = {"task/mine": np.float32(0.5), "grader/timeouts": 2, "task/y": math.nan, "mine": np.array(3)}
-    found = counts(valid, {"judge/retries": 1.0, "judge/mine": -1e300})
+    found = counts(valid, {"judge/retries": 1.0, "judge/mine": -1e300}, {"rollouts/resampled": 3.0})
     assert math.isnan(found.pop("task/y"))
     of_batch = {"data/drawn": 3, "data/with_signal": 3, "data/without_signal": 0, "data/discarded": 0}
     assert found == of_batch | {
@@ -295,6 +304,7 @@ def test_counters_are_numbers_or_nan(monkeypatch: pytest.MonkeyPatch):
         "mine": 3,
         "judge/retries": 1.0,
         "judge/mine": -1e300,
+        "rollouts/resampled": 3.0,
     }
 
 
@@ -312,4 +322,43 @@ def test_counters_that_raise_name_the_line():
     with pytest.raises(
         UserCodeError, match=rf"^Broken\.metrics raised KeyError at {re.escape(__file__)}:{line}: 'count'\."
     ):
-        checked_counts(Broken({}))
+        asyncio.run(checked_counts(Broken({})))
+
+
+class Waiting(CountingTask):
+    """A task whose `metrics` waits for an event."""
+
+    def __init__(self):
+        super().__init__({})
+        self.event = threading.Event()
+
+    def metrics(self) -> Any:
+        assert self.event.wait(PATIENCE)
+        return {"task/x": 1.0}
+
+
+def test_counters_that_do_not_return_raise_an_error():
+    task = Waiting()
+    limit = r"^Waiting\.metrics did not return within rollouts\.grading_timeout_seconds=0\.01"
+    with pytest.raises(LateCallError, match=limit):
+        asyncio.run(checked_counts(task, timeout_seconds=0.01))
+    task.event.set()
+
+
+def test_counters_that_take_time_do_not_block_the_event_loop():
+    async def count(task: Waiting) -> dict[str, float]:
+        asyncio.get_running_loop().call_later(0.01, task.event.set)
+        return await checked_counts(task)
+
+    assert asyncio.run(count(Waiting())) == {"task/x": 1.0}
+
+
+def test_the_counters_of_a_round_have_the_time_limit_of_the_configuration(monkeypatch: pytest.MonkeyPatch):
+    async def late(*components: Any, timeout_seconds: float) -> dict[str, float]:
+        raise LateCallError(f"after {timeout_seconds} s")
+
+    monkeypatch.setattr(rounds, "checked_counts", late)
+    experience = tiny_experience(tiny_config())
+    experience.rollouts.grading_timeout_seconds = 7.0
+    with pytest.raises(LateCallError, match=r"^after 7\.0 s"):
+        asyncio.run(experience.batch(1, 0))

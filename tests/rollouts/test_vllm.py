@@ -61,7 +61,7 @@ def rollouts_of(
 
 def counts_of(rollouts: Rollouts) -> dict[str, float]:
     """Returns the counters of failures and of generations that were not accepted."""
-    metrics = rollouts.metrics()
+    metrics = rollouts.sampler.metrics()
     return {name: metrics[name] for name in COUNTS}
 
 

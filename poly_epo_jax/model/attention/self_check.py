@@ -207,8 +207,7 @@ def _cached_check(implementation: str, mesh: Mesh, config: ModelConfig, cache: P
     )
     if name in _read_cache(cache):
         return AttentionCheck(implementation, device.device_kind, {})
-    alone = make_mesh(1, 1, 1, available=[device])
-    check = check_attention(implementation, alone, config)
+    check = check_attention(implementation, make_mesh(1, 1, 1, available=[device]), config)
     if check.passed:
         # The other processes of this run and other runs may write the file concurrently.
         with lock_file(cache.with_suffix(".lock"), f"the file {cache}", wait=True):

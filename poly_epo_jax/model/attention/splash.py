@@ -152,8 +152,7 @@ def mask_infos(segments: Segments, block: int, groups: int) -> tuple[MaskInfo, M
     def info(at, begin):
         nearest, is_visited = jnp.maximum(at, begin), (at >= begin).astype(jnp.int32)
         # The axis of size 1 is the head axis: all heads share the blocks.
-        infos = nearest[:, None], None, is_visited[:, None], None, positions
-        return MaskInfo(*infos)  # pyright: ignore[reportArgumentType]
+        return MaskInfo(nearest[:, None], None, is_visited[:, None], None, positions)  # pyright: ignore[reportArgumentType]
 
     keys = info(own[:, :, None] + step[None, None], first[:, :, None])  # [groups, 1, blocks of queries, steps]
     queries = info(last[:, None] + step[None, :, None], own[:, None])  # [groups, 1, steps, blocks of keys]

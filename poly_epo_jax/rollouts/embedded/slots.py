@@ -145,8 +145,7 @@ class Slots:
         resized cache has headroom, unless it has the maximum size.
         """
         starting = self._jobs[self._next : self._next + int((self._owner < 0).sum())]
-        lengths = [*self._position[self._owner >= 0], *(len(self._prompts[job.prompt]) for job in starting)]
-        longest = max(lengths) + 1
+        longest = max([*self._position[self._owner >= 0], *(len(self._prompts[job.prompt]) for job in starting)]) + 1
         headroom = self._sizes[0] // 2
         size = next((size for size in self._sizes if size >= longest + headroom), self._sizes[-1])
         if self._state is None:

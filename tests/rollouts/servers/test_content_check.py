@@ -51,13 +51,15 @@ class Run:
             self.params = adam_step(self.params, self.step, learning_rate)
         self.step += 1
         asyncio.run(self.rollouts.push_weights(self.params, self.step))
-        return {name.removeprefix("rollouts/"): value for name, value in self.rollouts.metrics().items() if value}
+        return {
+            name.removeprefix("rollouts/"): value for name, value in self.rollouts.sampler.metrics().items() if value
+        }
 
     def generate(self) -> dict[str, int]:
         """Generates a batch, and returns the number of prompts that each server has answered."""
         self.servers.prompts = dict.fromkeys(URLS, 0)
         collect(self.rollouts, tiny_problems(8, 8), 2, Sampling(4))
-        self.rollouts.metrics()
+        self.rollouts.sampler.metrics()
         return self.servers.prompts
 
 

@@ -110,7 +110,7 @@ def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
         assert {y.text for group in groups for y in group.generations} <= set("abc")
         asyncio.run(rollouts.sleep())
         assert server.is_asleep
-    assert rollouts.metrics() == {
+    assert rollouts.sampler.metrics() == {
         "rollouts/server_failures": 0.0,
         "rollouts/resampled": 2.0,
         "rollouts/invalid_responses": 1.0,
