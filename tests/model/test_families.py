@@ -25,7 +25,7 @@ from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.hf import exported_tensors, load_params, read_model_config, save_pretrained
 from poly_epo_jax.model.transformer import abstract_model
 from poly_epo_jax.parallel.sharding import make_mesh, param_shardings
-from poly_epo_jax.rollouts.embedded.slots import Job, Slots
+from poly_epo_jax.rollouts.embedded.slots import Finished, Job, Slots
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.types import Params, Sampling
 
@@ -72,11 +72,21 @@ def logits_of(config: ModelConfig, params: Params, row: tuple[Any, ...]) -> jax.
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def loss_gradients(config: ModelConfig, params: Params, row: tuple[Any, ...]) -> Params:
-    def loss(params):
-        return jnp.sin(logits_of(config, params, row)[:, : sum(LENGTHS)]).sum()
+def gradients_and_logits(config: ModelConfig, params: Params, row: tuple[Any, ...]) -> tuple[Params, jax.Array]:
+    """Returns the gradients of sum(sin(logits)) without the padding, and the logits."""
 
-    return jax.grad(loss)(params)
+    def loss(params):
+        logits = logits_of(config, params, row)
+        return jnp.sin(logits[:, : sum(LENGTHS)]).sum(), logits
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(case: Case) -> tuple[Params, np.ndarray]:
+    """The gradients and the logits [T, V] of the packed row on one device."""
+    gradients, logits = gradients_and_logits(case.config, case.params, packed_row())
+    return gradients, np.asarray(logits)[0]
 
 
 def assert_close(found: Any, expected: Any, relative: float) -> None:
@@ -85,14 +95,12 @@ def assert_close(found: Any, expected: Any, relative: float) -> None:
         np.testing.assert_allclose(x, y, atol=relative * np.abs(y).max(), rtol=0)
 
 
-def test_logits_and_gradients_of_packed_rows(case):
+def test_logits_and_gradients_of_packed_rows(case, on_one_device):
     expected, gradients = logits_and_gradients(case.transformer)
-    found = np.split(np.asarray(logits_of(case.config, case.params, packed_row()))[0], np.cumsum(LENGTHS))
-    for ours, theirs in zip(found, expected, strict=False):
+    params, found = on_one_device
+    for ours, theirs in zip(np.split(found, np.cumsum(LENGTHS)), expected, strict=False):
         assert theirs.std() > 0.3
         np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
-
-    params = loss_gradients(case.config, case.params, packed_row())
     tensors = dict(exported_tensors(params, case.config, "float32"))
     assert tensors.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -171,15 +179,17 @@ def mesh_of(case: Case, num_devices: int) -> Mesh:
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-def test_results_do_not_depend_on_the_mesh(case):
+def test_results_do_not_depend_on_the_mesh(case, on_one_device):
+    """The gradients of four equal rows are four times the gradients of one of them."""
     mesh = mesh_of(case, 8)
     row = tuple(jnp.tile(x, (4, 1)) for x in packed_row())
     params = jax.device_put(case.params, param_shardings(abstract_model(case.config), mesh))
-    gradients = loss_gradients(case.config, case.params, row)
     with jax.set_mesh(mesh):
-        found = loss_gradients(case.config, params, row)
-        tiled = logits_of(case.config, params, row)
-    np.testing.assert_allclose(tiled[0], logits_of(case.config, case.params, packed_row())[0], atol=1e-5)
+        found, tiled = gradients_and_logits(case.config, params, row)
+    gradients, logits = on_one_device
+    gradients = jax.tree.map(lambda x: 4 * x, gradients)
+    for one in np.asarray(tiled):
+        np.testing.assert_allclose(one, logits, atol=1e-5)
     for name in ("log_decay_rate", "time_step_bias"):
         # The terms of these sums over tokens almost cancel: weights that differ by 1e-7 change the sums by 2e-5.
         sums, expected = (x.get("linear_layers", {}).pop(name, ()) for x in (found, gradients))
@@ -188,18 +198,26 @@ def test_results_do_not_depend_on_the_mesh(case):
 
 
 @pytest.fixture(scope="module")
-def greedy_tokens(case: Case) -> list[list[int]]:
-    """The tokens with which transformers continues the sequences greedily, at most MAX_TOKENS for each."""
+def greedy_answers(case: Case) -> list[tuple[list[int], np.ndarray]]:
+    """The tokens with which transformers continues each sequence greedily, and their log-probabilities."""
+
+    def answer(prompt: np.ndarray) -> tuple[list[int], np.ndarray]:
+        found = case.transformer.generate(
+            torch.as_tensor(prompt)[None],
+            do_sample=False,
+            max_new_tokens=MAX_TOKENS,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        logprobs = torch.log_softmax(torch.cat(found.logits), dim=-1).max(dim=-1).values
+        return found.sequences[0, len(prompt) :].tolist(), logprobs.numpy()
+
     with torch.no_grad():
-        return [
-            case.transformer.generate(
-                torch.as_tensor(prompt)[None], do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=None
-            )[0, len(prompt) :].tolist()
-            for prompt in sequences()
-        ]
+        return [answer(prompt) for prompt in sequences()]
 
 
-def generate_greedily(case: Case, mesh: Mesh, limits: Sequence[int], num_slots: int) -> list[list[int]]:
+def generate_greedily(case: Case, mesh: Mesh, limits: Sequence[int], num_slots: int) -> list[Finished]:
     """Generates twice for each sequence, at most `limits` tokens, so that slots are reused by shorter prompts."""
     prompts = sequences()
     params = jax.device_put(case.params, param_shardings(abstract_model(case.config), mesh))
@@ -220,25 +238,43 @@ def generate_greedily(case: Case, mesh: Mesh, limits: Sequence[int], num_slots: 
     finished = []
     while not slots.is_done:
         finished += slots.advance()
-    return [one.token_ids.tolist() for one in sorted(finished, key=lambda one: one.job)]
+    return sorted(finished, key=lambda one: one.job)
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "limits", "num_slots"),
-    [
-        (1, (32, 48, MAX_TOKENS), 2),  # The cache is resized several times.
-        pytest.param(8, (16, 40, 30), 4, marks=pytest.mark.skipif(jax.device_count() < 8, reason="8 devices")),
-    ],
-    ids=str,
-)
-def test_greedy_generations_match_transformers(case, greedy_tokens, num_devices, limits, num_slots):
-    found = generate_greedily(case, mesh_of(case, num_devices), limits, num_slots)
-    expected = [tokens[:limit] for tokens, limit in zip(greedy_tokens, limits, strict=True)]
-    assert found == [tokens for tokens in expected for _ in range(2)]
+def assert_answers(
+    found: Sequence[Finished], expected: Sequence[tuple[list[int], np.ndarray]], limits: Sequence[int]
+) -> None:
+    """Compares two generations of each sequence with the first tokens of transformers."""
+    assert [one.job for one in found] == list(range(2 * len(limits)))
+    for one in found:
+        (tokens, logprobs), limit = expected[one.job // 2], limits[one.job // 2]
+        assert one.token_ids.tolist() == tokens[:limit]
+        np.testing.assert_allclose(one.logprobs, logprobs[:limit], atol=1e-4, rtol=0)
 
 
-def test_three_steps_of_training(case, tmp_path, caches, monkeypatch):
-    """The sampler and the trainer compute the same log-probabilities in every step."""
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_greedy_generations_match_transformers(case, greedy_answers):
+    """The sampler also computes the log-probabilities of transformers, which are those of the trainer."""
+    limits = 16, 40, 30
+    found = generate_greedily(case, mesh_of(case, 8), limits, num_slots=4)
+    assert_answers(found, greedy_answers, limits)
+
+
+# One case for each combination of caches: windows, windows and full attention, linear and full attention.
+# test_embedded.py resizes caches of full attention, and test_logits_of_cached_decoding has all cases on one device.
+@pytest.mark.parametrize("case", ["mistral", "gemma3", "qwen3_5"], indirect=True)
+def test_greedy_generations_with_resized_caches_match_transformers(case, greedy_answers):
+    limits = 32, 48, MAX_TOKENS
+    found = generate_greedily(case, mesh_of(case, 1), limits, num_slots=2)
+    assert_answers(found, greedy_answers, limits)
+
+
+# One case for each kind of weights: norms after the sublayers and of all heads, and a separate head (olmo2), norms with
+# an offset (gemma3), experts, and linear attention. The tests above compare the gradients and the log-probabilities of
+# the sampler, which a step uses, in all cases.
+@pytest.mark.parametrize("case", ["olmo2", "gemma3", "qwen3_moe", "qwen3_5"], indirect=True)
+def test_two_steps_of_training(case, tmp_path, caches, monkeypatch):
+    """The sampler and the trainer compute the same log-probabilities before and after an update."""
     tokenizer = build_character_tokenizer(string.digits + string.punctuation + string.ascii_lowercase + " \n")
     assert len(tokenizer) == case.config.vocab_size
     save_pretrained(tmp_path / "model", case.params, case.config, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
@@ -251,12 +287,12 @@ def test_three_steps_of_training(case, tmp_path, caches, monkeypatch):
             "mesh.num_devices": 1,
             "sampling.max_tokens": 16,
             "algo.entropy_coef": 0.01,  # Random weights earn no rewards, so only the entropy has a gradient.
-            "train.num_steps": 3,
+            "train.num_steps": 2,
             "eval.every": 0,
         }
     )
     monkeypatch.chdir(Path(__file__).parents[2])
     assert main.main(["--config=configs/polynomial.py", *as_flags(settings)]) == 0
     rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     assert all(row["policy/update_norm"] > 0 and row["mismatch/kl"] < 1e-5 for row in rows)
