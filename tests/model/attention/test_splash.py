@@ -141,8 +141,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "seed"), [(case, index % 2) for index, case in enumerate(CASES)])
 def test_splash_matches_the_reference(case, seed: int, monkeypatch):
     # Rows have three blocks: some are skipped, and segments cross the others.
     monkeypatch.setattr(splash, "BLOCK", 128)
