@@ -30,10 +30,10 @@ FAMILIES = {
     "llama": dataclasses.replace(QWEN3, qk_norm=False, tie_word_embeddings=False),
     "qwen3_5": dataclasses.replace(
         QWEN3,
-        num_layers=8,
+        num_layers=6,
         ropes=(Rope(fraction=0.5),),
         gated_attention=True,
-        linear_layers=(True, True, True, False),
+        linear_layers=(True, True, False),
         linear_key_heads=2,
         linear_value_heads=4,
         linear_key_dim=8,
@@ -66,8 +66,14 @@ def forward(config, params, batch):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def loss_gradients(config, params, batch):
-    return jax.grad(lambda params: jnp.mean(jnp.sin(build(config, params)(*batch))))(params)
+def gradients_and_output(config, params, batch):
+    """Returns the gradients of mean(sin(output)), and the output."""
+
+    def loss(params):
+        output = build(config, params)(*batch)
+        return jnp.mean(jnp.sin(output)), output
+
+    return jax.grad(loss, has_aux=True)(params)
 
 
 def sequences(seed=0):
@@ -120,8 +126,9 @@ def test_scanned_and_unrolled_layers_match(name):
     config = FAMILIES[name]
     params, batch = random_params(config), pack(*sequences())
     unrolled = dataclasses.replace(config, scan_unroll=config.num_layers)
-    np.testing.assert_allclose(forward(unrolled, params, batch), forward(config, params, batch), atol=1e-5, rtol=0)
-    assert_trees_close(loss_gradients(unrolled, params, batch), loss_gradients(config, params, batch), atol=1e-5)
+    (found, output), (gradients, expected) = (gradients_and_output(one, params, batch) for one in (unrolled, config))
+    np.testing.assert_allclose(output, expected, atol=1e-5, rtol=0)
+    assert_trees_close(found, gradients, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -130,26 +137,12 @@ def test_remat_policies_give_the_same_gradients(name):
     config = FAMILIES[name]
     params, batch = random_params(config), pack(*sequences())
     gradients = {
-        policy: loss_gradients(dataclasses.replace(config, remat=policy), params, batch) for policy in REMAT_POLICIES
+        policy: gradients_and_output(dataclasses.replace(config, remat=policy), params, batch)[0]
+        for policy in REMAT_POLICIES
     }
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradients["none"]))
     for policy in REMAT_POLICIES:
         assert_trees_close(gradients[policy], gradients["none"], atol=1e-5)
-
-
-@pytest.mark.slow
-def test_remat_policies_are_ordered_by_memory():
-    config = dataclasses.replace(QWEN3, num_layers=16)
-    params, batch = random_params(config), tuple(jnp.tile(x, (16, 1)) for x in pack(*sequences()))
-
-    def temporary_bytes(policy):
-        lowered = loss_gradients.lower(dataclasses.replace(config, remat=policy), params, batch)
-        memory = lowered.compile().memory_analysis()
-        assert memory is not None
-        return memory.temp_size_in_bytes
-
-    full, attention, dots, none = (temporary_bytes(policy) for policy in ("full", "attention", "dots", "none"))
-    assert full < attention < dots < none
 
 
 def test_a_tied_head_is_the_embedding():

@@ -21,8 +21,8 @@ from fakes import (
     tiny_params,
     tiny_problems,
 )
-from flax import nnx
 from jax.sharding import PartitionSpec
+from test_layer import forward
 
 from poly_epo_jax.config.keys import ConfigError, LoraSection
 from poly_epo_jax.model import flops
@@ -53,20 +53,18 @@ NAMES = ("q", "k", "v", "o", "gate", "up", "down")
 needs_eight_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
 
-def hidden_states(model, params):
+def hidden_states(config, params):
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 12)).astype(np.int32)
     positions = np.broadcast_to(np.arange(12, dtype=np.int32)[None], tokens.shape)
-    graph = nnx.split(model)[0]
+    return forward(config, params, (tokens, positions, np.ones_like(tokens)))
 
-    @jax.jit
-    def run(params, *row):
-        return nnx.merge(graph, params)(*row)
 
-    return run(params, tokens, positions, np.ones_like(tokens))
+def make_update(axes=(1, 1, 1), *, adapted=True, kl_coef=0.0, param_dtype="float32"):
+    return cached_update(axes, adapted, kl_coef, param_dtype)
 
 
 @functools.cache
-def make_update(axes=(1, 1, 1), *, adapted=True, kl_coef=0.0, param_dtype="float32"):
+def cached_update(axes, adapted, kl_coef, param_dtype):
     objective = UpdateObjective(ppo_clip_loss, entropy_coef=0.01, kl_coef=kl_coef)
     model = abstract_model(dataclasses.replace(ADAPTED if adapted else TINY, param_dtype=param_dtype))
     pattern = ADAPTER if adapted else ""
@@ -87,9 +85,9 @@ def start(update, params=None):
 
 @pytest.mark.slow
 def test_an_adapted_model_matches_merged_weights():
-    found, expected = hidden_states(ADAPTED_MODEL, adapted_params()), hidden_states(TINY_MODEL, tiny_params())
+    found, expected = hidden_states(ADAPTED, adapted_params()), hidden_states(TINY, tiny_params())
     assert np.abs(found - expected).max() > 0.1
-    expected = hidden_states(TINY_MODEL, merged_by_hand(adapted_params()))
+    expected = hidden_states(TINY, merged_by_hand(adapted_params()))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
@@ -122,7 +120,7 @@ def test_initial_adapters_have_zero_output_and_do_not_depend_on_the_mesh():
         width = a[0].size // 3
         assert a.std() == pytest.approx(width**-0.5, rel=0.35)
     params = merge_params(first, tiny_params())
-    np.testing.assert_array_equal(hidden_states(ADAPTED_MODEL, params), hidden_states(TINY_MODEL, tiny_params()))
+    np.testing.assert_array_equal(hidden_states(ADAPTED, params), hidden_states(TINY, tiny_params()))
 
 
 def test_rank_0_disables_the_adapter():
@@ -231,9 +229,8 @@ def train_step(*axes):
 
 @pytest.mark.slow
 @needs_eight_devices
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 8, 1)], ids=str)
-def test_training_does_not_depend_on_the_mesh(axes):
-    found, expected = train_step(*axes), train_step(1, 1, 1)
+def test_training_does_not_depend_on_the_mesh():
+    found, expected = train_step(2, 2, 2), train_step(1, 1, 1)
     for tree, alone in ((found[0], expected[0]), (found[1].params, expected[1].params)):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), tree, alone)
     assert found[2] == pytest.approx(expected[2], rel=1e-4, abs=1e-5)
@@ -276,8 +273,8 @@ def test_exported_models_have_merged_weights(tmp_path):
     assert jax.tree.structure(loaded) == jax.tree.structure(tiny_params())
     expected = merged_by_hand(adapted_params())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), loaded, expected)
-    found = hidden_states(TINY_MODEL, loaded)
-    np.testing.assert_allclose(found, hidden_states(ADAPTED_MODEL, adapted_params()), rtol=0, atol=2e-5)
+    found = hidden_states(TINY, loaded)
+    np.testing.assert_allclose(found, hidden_states(ADAPTED, adapted_params()), rtol=0, atol=2e-5)
 
 
 def test_experts_have_no_adapters():

@@ -79,8 +79,8 @@ def assert_trees_close(found, expected, atol=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), found, expected)
 
 
-SLOW = [pytest.param(axes, marks=pytest.mark.slow) for axes in ((8, 1, 1), (1, 8, 1))]
-ON_MESHES = pytest.mark.parametrize("axes", [(2, 2, 2), *SLOW], ids="{0[0]}x{0[1]}x{0[2]}".format)
+SLOW = pytest.param((1, 8, 1), marks=pytest.mark.slow)
+ON_MESHES = pytest.mark.parametrize("axes", [(2, 2, 2), SLOW], ids="{0[0]}x{0[1]}x{0[2]}".format)
 
 
 @ON_MESHES
@@ -180,8 +180,9 @@ def test_weights_are_gathered_instead_of_activations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [9, 2])
-def test_greedy_generations_match_one_device(count):
+def test_greedy_generations_of_few_problems_match_one_device():
+    """test_embedded.py compares more generations than slots."""
+
     def generate(mesh):
         tokenizer = build_character_tokenizer(TINY_ALPHABET)
         params = on_mesh(tiny_params(), mesh)
@@ -189,14 +190,14 @@ def test_greedy_generations_match_one_device(count):
         asyncio.run(sampler.push_weights(params, 0))
         groups = collect(
             Rollouts(sampler, tokenizer, ByLetter(), 8),
-            tiny_problems(count, 8),
+            tiny_problems(2, 8),
             2,
             Sampling(max_tokens=10, temperature=0.0),
         )
         return [[y.token_ids.tolist() for y in group.generations] for group in groups]
 
     expected = generate(make_mesh(1, 1, 1))
-    assert len(expected) == count
+    assert len(expected) == 2
     assert generate(make_mesh(2, 2, 2)) == expected
 
 

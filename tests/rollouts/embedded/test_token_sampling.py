@@ -8,7 +8,7 @@ import pytest
 from poly_epo_jax.rollouts.embedded import token_sampling
 from poly_epo_jax.rollouts.embedded.token_sampling import BLOCK, sample_tokens
 
-DRAWS = 60_000
+DRAWS = 20_000
 FILTERS = [(0.1, 0), (0.5, 0), (0.9, 0), (0.99, 0), (0.999, 0), (1.0, 1), (1.0, 10), (1.0, 1000), (0.5, 1), (0.9, 10)]
 
 
