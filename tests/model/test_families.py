@@ -41,8 +41,10 @@ from make_references import load_transformer, logits_and_gradients, tensor_shape
 torch.set_num_threads(1)
 pytestmark = pytest.mark.slow  # requires torch; test_references.py compares with stored results
 
-PROMPT = 4
 MAX_TOKENS = 70
+# test_transformers.py compares Qwen2. Only the weights of the experts differ between qwen3_moe and qwen3_moe_raw.
+# The tests of meshes and of the sampler therefore have one of them.
+CASES = [name for name in FAMILIES if name not in ("qwen2", "qwen3_moe_raw")]
 
 
 class Case(NamedTuple):
@@ -54,8 +56,7 @@ class Case(NamedTuple):
     params: Params
 
 
-# test_transformers.py compares Qwen2.
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "qwen2"])
+@pytest.fixture(scope="module", params=[*CASES, "qwen3_moe_raw"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     drawn, folder = tmp_path_factory.mktemp("drawn"), tmp_path_factory.mktemp(request.param)
     write_model(drawn, request.param, tensor_shapes(request.param))
@@ -113,13 +114,11 @@ def decode_step(config: ModelConfig) -> Any:
 
 
 def decoded_logits(config: ModelConfig, params: Params) -> np.ndarray:
-    """Returns the logits [row, step, V] of cached decoding, from the last prompt token onwards."""
+    """Returns the logits [row, step, V] of cached decoding of all tokens. The tests of generations also prefill."""
     weights = jax.jit(decoding.decoding_weights, static_argnums=0)(config, params)
     tokens = np.stack([np.pad(row, (0, max(LENGTHS) - len(row))) for row in sequences()])
-    valid = jnp.ones((len(LENGTHS), PROMPT), bool)
-    cache = jax.jit(decoding.prefill, static_argnums=0)(config, weights, jnp.asarray(tokens[:, :PROMPT]), valid)
-    cache, steps = cache.resized(max(LENGTHS)), []
-    for position in range(PROMPT - 1, max(LENGTHS)):
+    cache, steps = decoding.init_cache(config, len(LENGTHS), max(LENGTHS)), []
+    for position in range(max(LENGTHS)):
         positions, active = jnp.full(len(LENGTHS), position), position < jnp.asarray(LENGTHS)
         logits, cache = decode_step(config)(weights, jnp.asarray(tokens[:, position]), positions, active, cache)
         steps.append(np.asarray(logits).T)
@@ -128,7 +127,7 @@ def decoded_logits(config: ModelConfig, params: Params) -> np.ndarray:
 
 def assert_decoded(found: np.ndarray, expected: Sequence[Any], atol: float) -> None:
     for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours[: len(theirs) - PROMPT + 1], theirs[PROMPT - 1 :], atol=atol, rtol=0)
+        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=atol, rtol=0)
 
 
 def test_logits_of_cached_decoding(case):
@@ -179,6 +178,7 @@ def mesh_of(case: Case, num_devices: int) -> Mesh:
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("case", CASES, indirect=True)
 def test_results_do_not_depend_on_the_mesh(case, on_one_device):
     """The gradients of four equal rows are four times the gradients of one of them."""
     mesh = mesh_of(case, 8)
@@ -253,6 +253,7 @@ def assert_answers(
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("case", CASES, indirect=True)
 def test_greedy_generations_match_transformers(case, greedy_answers):
     """The sampler also computes the log-probabilities of transformers, which are those of the trainer."""
     limits = 16, 40, 30
@@ -260,19 +261,19 @@ def test_greedy_generations_match_transformers(case, greedy_answers):
     assert_answers(found, greedy_answers, limits)
 
 
-# One case for each combination of caches: windows, windows and full attention, linear and full attention.
-# test_embedded.py resizes caches of full attention, and test_logits_of_cached_decoding has all cases on one device.
-@pytest.mark.parametrize("case", ["mistral", "gemma3", "qwen3_5"], indirect=True)
+# Layers with and without windows, and with linear and full attention. test_embedded.py resizes other caches, and
+# test_logits_of_cached_decoding has all cases on one device.
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_5"], indirect=True)
 def test_greedy_generations_with_resized_caches_match_transformers(case, greedy_answers):
     limits = 32, 48, MAX_TOKENS
     found = generate_greedily(case, mesh_of(case, 1), limits, num_slots=2)
     assert_answers(found, greedy_answers, limits)
 
 
-# One case for each kind of weights: norms after the sublayers and of all heads, and a separate head (olmo2), norms with
-# an offset (gemma3), experts, and linear attention. The tests above compare the gradients and the log-probabilities of
-# the sampler, which a step uses, in all cases.
-@pytest.mark.parametrize("case", ["olmo2", "gemma3", "qwen3_moe", "qwen3_5"], indirect=True)
+# One case for each kind of weights: a dense model with all norms (gemma3), experts with a separate head, and linear
+# attention. The tests above compare the gradients and the log-probabilities of the sampler, which a step uses, in all
+# cases.
+@pytest.mark.parametrize("case", ["qwen3_moe", "gemma3", "qwen3_5"], indirect=True)
 def test_two_steps_of_training(case, tmp_path, caches, monkeypatch):
     """The sampler and the trainer compute the same log-probabilities before and after an update."""
     tokenizer = build_character_tokenizer(string.digits + string.punctuation + string.ascii_lowercase + " \n")
