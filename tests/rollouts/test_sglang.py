@@ -109,7 +109,7 @@ def assert_complete(groups: Sequence[Group], problems: Sequence[Problem], num_ge
         assert all(len(y.token_ids) == len(y.logprobs) for y in group.generations)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("sync", "temperature"), [("disk", 1.0), ("tensor", 0.7)], indirect=["sync"])
 def test_generations_match_the_trainer(servers, sync, temperature):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
     assert isinstance(rollouts.sampler, Sampler) and isinstance(rollouts.sampler, HasMetrics)

@@ -14,11 +14,8 @@ from reserved_ports import reserve_port
 from sglang_servers import ROOT, SGLangServer, require_sglang, require_torch, running
 from training_runs import SETTINGS, as_flags, environment, rows_of
 
-from poly_epo_jax.config.keys import BaseSection, TaskSection
 from poly_epo_jax.evaluate.folder import read_generations
-from poly_epo_jax.records.run_folder import read_config
-from poly_epo_jax.startup.base_policy import base_policy_folder
-from poly_epo_jax.startup.read_config import make_task
+from poly_epo_jax.fit_base.__main__ import main as fit_base
 
 pytestmark = pytest.mark.slow
 
@@ -62,14 +59,12 @@ def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Path:
-    """Folder of the base policy, which a run of one step creates in its cache."""
+    """Folder of the base policy. The runs read it from their cache."""
     require_sglang()
-    folder = tmp_path_factory.mktemp("embedded") / "run"
-    settings: dict[str, Any] = caches | {"train.num_steps": 1, "eval.every": 0}
-    run(folder, "configs/polynomial.py", **settings)
-    used = read_config(folder)
-    section = TaskSection(**used["task"])
-    return base_policy_folder(BaseSection(**used["base"]), section, make_task(section))
+    folder = tmp_path_factory.mktemp("base") / "policy"
+    flags = as_flags(SMALL | caches | {"mesh.num_devices": 1})
+    assert fit_base([f"--config={ROOT / 'configs/polynomial.py'}", f"--output={folder}", *flags]) == 0
+    return folder
 
 
 @pytest.fixture(scope="module")
