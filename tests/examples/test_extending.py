@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from extending import FILES, ROOT
+from fork_server import ForkServer
 from training_runs import SETTINGS, as_flags, environment, rows_of
 
 from poly_epo_jax.config.keys import ModelSection
@@ -23,7 +24,17 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
 pytestmark = pytest.mark.slow
 
 # Trains a base policy that is sometimes correct. All tests share the base policy and the compiled programs.
-SHORT = SETTINGS | {"base.clean_steps": 300, "train.num_steps": 2, "log.generations_every": 1}
+SHORT = SETTINGS | {"base.clean_steps": 300, "train.num_steps": 2, "log.generations_every": 1, "eval.every": 0}
+EVALUATED = SHORT | {"eval.every": 20}
+# The tests of the boxes share their base policy and their programs.
+SMALL_BOXES = {
+    **{key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")},
+    "train.prompts_per_batch": 16,
+    "train.prompts_per_minibatch": 8,
+    "log.generations_every": 1,
+    "eval.every": 0,
+}
+Command = Callable[..., subprocess.CompletedProcess[str]]
 Train = Callable[..., list[dict]]
 BOXES = ROOT / "examples" / "boxes.py"
 
@@ -38,19 +49,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(folder: Path, caches: dict[str, Path]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def command(folder: Path, caches: dict[str, Path], fork_server: ForkServer) -> Command:
     """Runs the training command with one of the files, in its folder."""
 
     def run(name: str, **settings: object) -> subprocess.CompletedProcess[str]:
-        arguments = [sys.executable, "-m", "poly_epo_jax.main", f"--config={name}", *as_flags(settings | caches)]
-        variables = environment(path=ROOT)
-        return subprocess.run(arguments, cwd=folder, env=variables, capture_output=True, text=True, timeout=600)
+        return fork_server.run("poly_epo_jax.main", [f"--config={name}", *as_flags(settings | caches)], folder)
 
     return run
 
 
 @pytest.fixture
-def train(folder: Path, command: Callable[..., subprocess.CompletedProcess[str]]) -> Train:
+def typed(folder: Path, caches: dict[str, Path]) -> Callable[..., str]:
+    """Types `python -m MODULE`, with the packages of a user, in the folder of the files, and returns the output."""
+
+    def run(module: str, *arguments: str, **settings: object) -> str:
+        words = [sys.executable, "-m", module, *arguments, *as_flags(settings | caches)]
+        variables = environment(path=ROOT) | {"COLUMNS": "300"}
+        done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def train(folder: Path, command: Command) -> Train:
     """Trains with one of the files and returns the rows of its training steps."""
 
     def run(name: str, run_dir: str, **settings: object) -> list[dict]:
@@ -66,14 +89,14 @@ def advantages(folder: Path) -> list[float]:
 
 
 def test_all_files_are_covered():
-    covered = set(re.findall(r'train\(\s*"(\w+\.py)', Path(__file__).read_text()))
+    covered = set(re.findall(r'(?:train\(\s*"|--config=)(\w+\.py)', Path(__file__).read_text()))
     covered_elsewhere = {"my_family.py"}  # by test_model_family.py
     assert FILES.keys() | {BOXES.name} == covered | covered_elsewhere
 
 
-def test_a_single_turn_task(train: Train, folder: Path):
+def test_a_single_turn_task(typed: Callable[..., str], folder: Path):
     small = {key: value for key, value in SHORT.items() if key != "task.options"}
-    train("my_sums.py", "my-sums", **small)
+    typed("poly_epo_jax.main", "--config=my_sums.py", **small)
     rows, found = read_rows(folder / "runs/my-sums" / GENERATIONS), {}
     for row in rows:
         numbers = [int(number) for number in re.findall(r"\d+", row["response"])]
@@ -120,17 +143,15 @@ def test_a_loss_with_an_option(train: Train, folder: Path):
         ("max_change", 1.5, ["algo.loss_options.max_change=1.5", "between 0 and 1"]),
     ],
 )
-def test_invalid_options_of_a_loss_are_rejected(command, option: str, value: object, expected: list[str]):
+def test_invalid_options_of_a_loss_are_rejected(command: Command, option: str, value: object, expected: list[str]):
     done = command("my_loss.py", **SHORT, **{f"algo.loss_options.{option}": value})
     assert done.returncode == 1 and done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1
     assert all(text in done.stderr for text in expected), done.stderr
 
 
 def test_an_environment_is_learned_and_its_judge_clusters_by_box(train: Train, folder: Path):
-    small = {key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")}
-    few = {"train.prompts_per_batch": 16, "train.prompts_per_minibatch": 8, "eval.num_generations": 8}
     fast = {"optimizer.learning_rate": 3e-3, "optimizer.schedule": "constant", "train.num_steps": 14}
-    rows = train("boxes.py:grpo", "boxes-grpo", **small, **few, **fast, **{"log.generations_every": 1})
+    rows = train("boxes.py:grpo", "boxes-grpo", **SMALL_BOXES, **fast)
     rewards = [row["reward"] for row in rows]
     assert 0.1 < rewards[0] < 0.45
     assert np.mean(rewards[-5:]) > 2 * rewards[0]
@@ -153,18 +174,16 @@ KILLED = """
 """
 
 
-def test_a_run_killed_in_an_episode_resumes_with_the_same_bytes(command, folder: Path):
+def test_a_run_killed_in_an_episode_resumes_with_the_same_bytes(command: Command, folder: Path):
     text = BOXES.read_text().replace("import random\n", "import itertools, os, pathlib, random, signal\n")
     text = text.replace("    async def reply(self, generation):\n", KILLED.lstrip("\n"))
     (folder / "killed.py").write_text(
         text.replace("class BoxesEpisode", "REPLIES = itertools.count()\n\n\nclass BoxesEpisode")
     )
-    small = {key: value for key, value in SETTINGS.items() if key.startswith("base.") and not key.endswith("_steps")}
-    few = {"train.prompts_per_batch": 8, "train.prompts_per_minibatch": 4, "eval.every": 0, "train.num_steps": 4}
-    settings = small | few | {"checkpoint.every": 1, "log.generations_every": 1}
+    settings = SMALL_BOXES | {"train.num_steps": 4, "checkpoint.every": 1}
     whole = command("killed.py", **settings, workdir="runs/whole")
     assert whole.returncode == 0, whole.stderr
-    (folder / "kill-at").write_text(str(8 * 8 * 2 * 5 // 2))  # in step 3, if each episode has two replies
+    (folder / "kill-at").write_text(str(16 * 8 * 2 * 5 // 2))  # in step 3, if each episode has two replies
     assert command("killed.py", **settings, workdir="runs/killed").returncode == -signal.SIGKILL
     assert rows_of(folder / "runs/killed") and len(rows_of(folder / "runs/killed")) < 4
     resumed = command("killed.py", **settings, workdir="runs/killed")
@@ -180,33 +199,28 @@ def test_a_judge_by_embeddings(train: Train, folder: Path):
 
 
 def test_a_sampler(train: Train, folder: Path):
-    train("my_sampler.py", "my-sampler", **SHORT)
+    train("my_sampler.py", "my-sampler", **EVALUATED)
     recorded = [json.loads(line) for line in (folder / "runs/completions.jsonl").read_text().splitlines()]
     assert len(recorded) == 2 * 8 * 8 + 2 * 8 * 8  # two steps, and two evaluations
 
 
-def test_an_evaluation_metric(train: Train, folder: Path, caches: dict[str, Path]):
-    train("my_metric.py", "my-metric", **SHORT)
+def test_an_evaluation_metric(train: Train, typed: Callable[..., str], folder: Path):
+    train("my_metric.py", "my-metric", **EVALUATED)
     evaluated = rows_of(folder / "runs/my-metric", "eval/all_correct@8")
     assert [row["step"] for row in evaluated] == [0, 2]
     for row in evaluated:
         assert row["eval/all_correct@1"] == pytest.approx(row["eval/pass@1"])
         assert row["eval/all_correct@8"] <= row["eval/all_correct@2"] <= row["eval/pass@1"]
     flags = ["--models=trained=runs/my-metric", "--benchmarks=polynomial", "--num_generations=4", "--max_problems=4"]
-    command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=my_metric.py", *flags]
-    variables = environment(path=ROOT) | {"COLUMNS": "300"}
-    done = subprocess.run(
-        command + as_flags(SETTINGS | caches), cwd=folder, env=variables, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "all correct@4" in done.stdout
+    output = typed("poly_epo_jax.evaluate", "--config=my_metric.py", *flags, **SETTINGS)
+    assert "all correct@4" in output
     metrics = json.loads((folder / "runs/evaluation/polynomial/trained/results.json").read_text())["metrics"]
     assert 0 <= metrics["all_correct@4"]["mean"] <= metrics["all_correct@1"]["mean"] == metrics["pass@1"]["mean"]
     assert "<th>all_correct@4</th>" in write_report([folder / "runs/evaluation"], folder / "report").read_text()
 
 
 def test_a_logged_metric(train: Train, folder: Path):
-    first, last = train("my_counter.py", "my-counter", **SHORT)
+    first, last = train("my_counter.py", "my-counter", **EVALUATED)
     before, _ = rows_of(folder / "runs/my-counter", "eval/degenerate_fraction")
     assert first["task/invalid_responses"] == pytest.approx(
         64 * (before["eval/degenerate_fraction"] + first["clusters/degenerate_fraction"])
