@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import string
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from fakes import TINY
 from flax import nnx
+from fork_server import ForkServer
 from huggingface_hub import HfApi
-from training_runs import as_flags, environment
+from training_runs import as_flags
 
 from configs import gsm8k
 from poly_epo_jax.memory_plan.plan import plan_of
@@ -25,8 +24,6 @@ from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.prepare import model_shape
 from poly_epo_jax.startup.read_config import make_task, read_config
-
-ROOT = Path(__file__).parents[2]
 
 
 def problems(count: int, start: int = 0) -> list[dict[str, str]]:
@@ -98,7 +95,7 @@ def test_models_fit_the_memory_of_accelerators(config_string: str, model: str, f
 
 
 @pytest.mark.slow
-def test_training_runs(tmp_path: Path, data: dict[str, str], caches: dict[str, Path]):
+def test_training_runs(tmp_path: Path, data: dict[str, str], caches: dict[str, Path], fork_server: ForkServer):
     model = tmp_path / "model"
     tokenizer = build_character_tokenizer(string.printable)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}\n"
@@ -120,8 +117,7 @@ def test_training_runs(tmp_path: Path, data: dict[str, str], caches: dict[str, P
         "train.row_tokens": 320,
         "eval.num_generations": 5,
     }
-    command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/gsm8k.py", *as_flags(settings)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    done = fork_server.run("poly_epo_jax.main", ["--config=configs/gsm8k.py", *as_flags(settings)])
     assert done.returncode == 0, done.stdout + done.stderr
     before, trained, after = read_rows(tmp_path / "run" / METRICS)
     assert [row["step"] for row in (before, trained, after)] == [0, 1, 1]

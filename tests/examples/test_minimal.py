@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from training_runs import SETTINGS, environment
+from training_runs import SETTINGS
 
 from examples import minimal
 from poly_epo_jax.config import default
@@ -152,12 +151,10 @@ def assert_close(found: Params, expected: Params, atol: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_runs_from_the_command_line(policy: Policy, tmp_path: Path):
-    command = [sys.executable, str(FILE), str(policy.path), "--num_steps=3"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(path=FILE.parents[1]), capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+def test_training_prints_each_step(policy: Policy, capsys: pytest.CaptureFixture[str]):
+    """tests/repository/test_documents.py runs the command."""
+    minimal.train(str(policy.path), num_steps=3)
+    printed = capsys.readouterr().out
     line = r"step (\d): reward (\d\.\d\d), distinct correct strategies of 8: (\d\.\d\d)\n"
-    assert re.fullmatch(line * 3, done.stdout)
-    assert [step for step, *_ in re.findall(line, done.stdout)] == ["1", "2", "3"]
+    assert re.fullmatch(line * 3, printed)
+    assert [step for step, *_ in re.findall(line, printed)] == ["1", "2", "3"]

@@ -12,7 +12,7 @@ from poly_epo_jax.config.keys import Config
 ROOT = Path(__file__).parents[2]
 FUZZ = ROOT / "fuzz"
 # outages is run manually, because its first outcome takes minutes.
-ATTEMPTS = {"answers": 40, "corruption": 4, "kills": 2, "nan": 4, "replies": 150, "servers": 60, "settings": 120}
+ATTEMPTS = {"answers": 40, "corruption": 4, "kills": 2, "nan": 4, "replies": 150, "servers": 60, "settings": 64}
 
 
 def test_all_fuzz_tests_are_run():
