@@ -29,8 +29,10 @@ def compiled(machine: str, output: Path) -> dict:
     command = [PYTHON, "-m", "poly_epo_jax.bench", f"--config=configs/polaris.py:{machine}"]
     command += [f"--compile_for={machine}", "--num_layers=2", f"--output={output}"]
     command += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]  # Shards layers over both axes.
-    without_ours = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
-    outcome = subprocess.run(command, cwd=ROOT, env=without_ours, capture_output=True, text=True, timeout=1200)
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
+    # With the lowest effort, XLA compiles four times as fast. What the test checks holds with both efforts.
+    variables["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = "-1.0"
+    outcome = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=1200)
     assert outcome.returncode == 0, outcome.stderr
     return json.loads(output.read_text())
 
