@@ -116,7 +116,7 @@ def test_the_page_runs_as_typed(folder: Path, tmp_path: Path, caches: dict[str, 
         path.name for path in (folder / "policy").iterdir()
     }
     (line,) = re.findall(r"^# (Plan: .*)$", PAGE, re.MULTILINE)
-    assert line in " ".join(run_module(fork_server, folder, plan).split())
+    assert line in " ".join(run(folder, plan).split())
 
 
 def _assigned(source: str, name: str) -> str:
