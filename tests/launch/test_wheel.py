@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from extending import FILES
-from test_documents import SMALL as QUICK, commands_in, rule_of
+from test_documents import commands_in, rule_of
 from training_runs import SETTINGS, as_flags, environment, rows_of
 from user_packages import PROJECT, user_variables
 
@@ -206,19 +206,12 @@ def test_the_run_is_evaluated_reported_and_exported(trained: Path, works: Callab
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (home / "policy").iterdir()}
 
 
-def test_memory_plan(works: Callable[..., str]):
-    assert "Plan: 1 x cpu" in works("python -m poly_epo_jax.bench --config=my_objective.py:laptop --plan")
-
-
-@pytest.mark.parametrize("method", ["poly_epo", "grpo"])
-def test_the_runs_of_the_quick_start(method: str, works: Callable[..., str]):
-    """The commands of the README below read these runs."""
-    assert f"Done: runs/polynomial-{method}" in works(f"poly-epo train --config=polynomial:{method} {QUICK}")
-
-
 @pytest.mark.parametrize("command", HERE)
 def test_commands_of_the_readme(command: str, shell: Shell):
-    """Without the repository, recipes and studies are selected by name instead of by path."""
+    """Without the repository, recipes and studies are selected by name instead of by path.
+
+    The commands run in the order of the README: the report reads the runs that the commands before it train.
+    """
     rule = rule_of(command)
     assert rule, "no rule in RULES of tests/repository/test_documents.py"
     by_name = re.sub(r"(?:configs|studies)/(\w+)\.py", r"\1", command)
