@@ -132,7 +132,7 @@ RULES = (
         says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, model.remat=full, train.rows_per_device=1 of 16,384 "
         "tokens: 61 GB of 95 GB on each device; train.rows_per_device=13 would fit.",
     ),
-    Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", SMALL, says="Written to runs/bench.json."),
+    Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/gsm8k.py:rtx4090x1", says="tokens: 16 GB of 18 GB"),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:rtx4090x1", says="tokens: 14.5 GB of 18 GB"),
