@@ -379,22 +379,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(model: Path, output: Path, config: str | Path = "configs/polynomial.py") -> list[str]:
-    settings = {"mesh.fsdp": 1, "rollouts.max_concurrent": 32, "sampling.max_tokens": 60}
-    about = [f"--config={config}", f"--models=tiny={model}", "--benchmarks=polynomial"]
+    settings = {"mesh.fsdp": 1, "rollouts.max_concurrent": 32, "sampling.max_tokens": 20}
+    about = [f"--config={config}", f"--models=tiny={model}", "--benchmarks=polynomial", "--max_problems=6"]
     return [*about, "--num_generations=8", f"--output={output}", *as_flags(settings)]
 
 
-def command(*arguments: Path) -> list[str]:
-    """Returns the command with `flags(*arguments)`."""
-    return [sys.executable, "-m", "poly_epo_jax.evaluate", *flags(*arguments)]
-
-
 @pytest.mark.slow
-def test_resumed_evaluation_has_the_same_results(model: Path, tmp_path: Path):
-    settings, halt = environment(), HaltPoint(tmp_path / "halted", "problems 2")
-    subprocess.run(command(model, tmp_path / "whole"), cwd=ROOT, env=settings, check=True, timeout=halting.SECONDS)
-    halted = command(model, tmp_path / "killed", halting.FILE)
-    killed = subprocess.Popen(halted, cwd=ROOT, env=settings | halt.variables)
+def test_resumed_evaluation_has_the_same_results(fork_server: ForkServer, model: Path, tmp_path: Path):
+    halt = HaltPoint(tmp_path / "halted", "problems 2")
+    assert fork_server.run("poly_epo_jax.evaluate", flags(model, tmp_path / "whole")).returncode == 0
+    halted = [sys.executable, "-m", "poly_epo_jax.evaluate", *flags(model, tmp_path / "killed", halting.FILE)]
+    killed = subprocess.Popen(halted, cwd=ROOT, env=environment() | halt.variables)
     try:
         halt.wait(killed)
     finally:
@@ -402,7 +397,7 @@ def test_resumed_evaluation_has_the_same_results(model: Path, tmp_path: Path):
         killed.wait()
     path = tmp_path / "killed" / "polynomial" / "tiny" / GENERATIONS
     assert len(path.read_text().splitlines()) == 2 * 8
-    subprocess.run(command(model, tmp_path / "killed"), cwd=ROOT, env=settings, check=True, timeout=halting.SECONDS)
+    assert fork_server.run("poly_epo_jax.evaluate", flags(model, tmp_path / "killed")).returncode == 0
     for name in (GENERATIONS, "results.json"):
         whole = tmp_path / "whole" / "polynomial" / "tiny" / name
         assert path.with_name(name).read_bytes() == whole.read_bytes()
