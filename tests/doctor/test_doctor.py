@@ -49,25 +49,8 @@ def statuses(findings):
 
 
 @pytest.mark.slow
-def test_a_run_on_one_device_passes(tmp_path):
-    found = examined(tiny(tmp_path))
-    absent = dict.fromkeys(("collectives", "servers", "judge"), "skipped")
-    assert statuses(found) == dict.fromkeys(("devices", "kernel", "decoding", "checkpoint"), "passed") | absent
-    assert found["devices"].message.endswith("mesh data 1, fsdp 1, tensor 1")
-    kernel = found["kernel"]  # The message contains the resolved name of model.attention=auto.
-    assert "blockwise" in kernel.message
-    for name in ("values", "dq", "dk", "dv"):
-        error, tolerance = (float(kernel.figures[f"{kind} of {name}"]) for kind in ("error", "allowed"))
-        assert (
-            error <= tolerance < 1e-3
-            and f"{name} {error:.1e}" in kernel.message
-            and f"{tolerance:.1e}" in kernel.message
-        )
-    assert list(tmp_path.iterdir()) == []  # No files remain in the run folder or next to it.
-
-
-@pytest.mark.slow
-def test_a_run_on_a_mesh_passes(tmp_path):
+def test_a_run_on_a_mesh_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(self_check, "SEGMENTS", ((1, 30, 33), (64,)))  # test_whole.py has the whole lengths
     mesh = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
     found = examined(tiny(tmp_path, model__dtype="bfloat16", **mesh), "devices", "kernel", "decoding", "collectives")
     assert set(statuses(found).values()) == {"passed"}, found

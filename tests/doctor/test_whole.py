@@ -52,11 +52,19 @@ def test_one_device(tmp_path):
     output = tmp_path / "runs" / "doctor.json"
     code, printed = end(start(tmp_path, f"--output={output}"))
     assert code == 0, printed
-    found = {row["name"]: row["status"] for row in json.loads(output.read_text())}
+    found = {row["name"]: row for row in json.loads(output.read_text())}
     passed = ("devices", "settings", "kernel", "decoding", "checkpoint", "seconds of a step")
     skipped = ("collectives", "servers", "judge", "memory")
-    assert found == dict.fromkeys(passed, "passed") | dict.fromkeys(skipped, "skipped")
-    assert not (tmp_path / "run").exists() and not (tmp_path / "base").exists()
+    statuses = {name: row["status"] for name, row in found.items()}
+    assert statuses == dict.fromkeys(passed, "passed") | dict.fromkeys(skipped, "skipped")
+    assert found["devices"]["message"].endswith("mesh data 1, fsdp 1, tensor 1")
+    kernel = found["kernel"]["message"]  # It contains the resolved name of model.attention=auto.
+    assert "blockwise" in kernel
+    for name in ("values", "dq", "dk", "dv"):
+        error, tolerance = (float(found["kernel"]["figures"][f"{kind} of {name}"]) for kind in ("error", "allowed"))
+        assert error <= tolerance < 1e-3 and f"{name} {error:.1e}" in kernel and f"{tolerance:.1e}" in kernel
+    # No files remain in the run folder or next to it.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compiled", "runs"]
 
 
 def test_an_invalid_mesh(tmp_path):
