@@ -113,10 +113,17 @@ def page(two_runs: list[Path]) -> str:
     return (two_runs[0].parent / "report" / "report.html").read_text(encoding="utf-8")
 
 
+def write_small_run(run_dir: Path) -> Path:
+    """Writes the folder of a run with one metric, whose report has a single panel."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    return run_dir
+
+
 @pytest.mark.slow
-def test_the_home_folder_is_expanded(two_runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert report_main.main([str(two_runs[0]), "--output=~/mine"]) == 0
+    assert report_main.main([str(write_small_run(tmp_path / "run")), "--output=~/mine"]) == 0
     assert (tmp_path / "mine" / "report.html").exists()
 
 
@@ -235,7 +242,7 @@ def test_ticks_of_a_flat_curve_show_its_value(value: float):
 
 @pytest.mark.slow
 def test_settings_show_differing_keys_and_versions(tmp_path: Path):
-    runs = [write_fake_run(tmp_path / name, seed=0, num_steps=3, evaluate_every=0) for name in ("a", "b")]
+    runs = [write_small_run(tmp_path / name) for name in ("a", "b")]
     for seed, run in enumerate(runs):
         config = {"workdir": str(run), "seed": seed, "algo": {"loss": "<cispo>", "options": {}}}
         (run / "config.json").write_text(json.dumps(config))
@@ -364,9 +371,10 @@ def test_only_first_and_last_of_many_steps_are_kept(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_default_output_is_in_a_single_run_or_next_to_several(two_runs: list[Path], page: str, capsys):
-    assert report_main.main([str(two_runs[0])]) == 0
-    expected = two_runs[0] / "report" / "report.html"
+def test_default_output_is_in_a_single_run_or_next_to_several(two_runs: list[Path], page: str, tmp_path: Path, capsys):
+    run = write_small_run(tmp_path / "run")
+    assert report_main.main([str(run)]) == 0
+    expected = run / "report" / "report.html"
     assert expected.exists()
     assert capsys.readouterr().out == f"report: {expected}\n"
     assert (two_runs[0].parent / "report" / "report.html").exists()
@@ -374,7 +382,7 @@ def test_default_output_is_in_a_single_run_or_next_to_several(two_runs: list[Pat
 
 @pytest.mark.slow
 def test_runs_with_equal_names_are_labeled_by_path(tmp_path: Path):
-    runs = [write_fake_run(tmp_path / method / "seed0", seed=0, num_steps=2, evaluate_every=0) for method in ("a", "b")]
+    runs = [write_small_run(tmp_path / method / "seed0") for method in ("a", "b")]
     page = report.write_report(runs, tmp_path / "out").read_text()
     assert all(str(run) in page for run in runs)
 
@@ -414,9 +422,7 @@ def test_missing_runs_produce_a_one_line_error_and_exit_code_2(tmp_path: Path, c
 
 
 def test_an_output_folder_that_cannot_be_created_is_reported(tmp_path: Path, capsys):
-    run, output = tmp_path / "run", tmp_path / "file" / "report"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    run, output = write_small_run(tmp_path / "run"), tmp_path / "file" / "report"
     output.parent.write_text("")
     assert report_main.main([str(run), "--output", str(output)]) == 2
     assert f"{output} cannot be created (Not a directory); choose another --output." in capsys.readouterr().err

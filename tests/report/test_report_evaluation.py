@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from reports import write_fake_evaluation
-from test_report import Page, data_of, svgs, write_fake_run
+from test_report import Page, data_of, svgs, write_small_run
 
 from poly_epo_jax.evaluate.results import compute_results
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS
@@ -228,7 +228,7 @@ def test_summary_compares_each_model_with_the_first():
 
 @pytest.mark.slow
 def test_hostile_names_are_escaped(tmp_path: Path):
-    write_fake_evaluation(tmp_path / "e", {"<img src=x>": 0.5, "&b": 0.5}, ("<script>alert(1)", "x"))
+    write_fake_evaluation(tmp_path / "e", {"<img src=x>": 0.5, "&b": 0.5}, ("<script>alert(1)",))
     page = report.write_report([tmp_path / "e"], tmp_path / "out").read_text(encoding="utf-8")
     assert page.count("<script") == 2 and "<img src" not in page
     assert not any("<img" in svg or "<script" in svg for svg in svgs(page).values())
@@ -236,17 +236,18 @@ def test_hostile_names_are_escaped(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_models_can_be_selected_and_ordered(evaluation: Path, tmp_path: Path, capsys):
-    assert report_main.main([str(evaluation), "--models=poly_epo,base", "--output", str(tmp_path)]) == 0
-    drawn = svgs((tmp_path / "report.html").read_text())["pass@k"]
+def test_models_can_be_selected_and_ordered(tmp_path: Path, capsys):
+    evaluation, output = write_fake_evaluation(tmp_path / "evaluation", MODELS, ("x",)), tmp_path / "out"
+    assert report_main.main([str(evaluation), "--models=poly_epo,base", "--output", str(output)]) == 0
+    drawn = svgs((output / "report.html").read_text())["pass@k"]
     assert drawn.index(">poly_epo</text>") < drawn.index(">base</text>") and ">grpo</text>" not in drawn
-    assert report_main.main([str(evaluation), "--models=qwen", "--output", str(tmp_path)]) == 2
+    assert report_main.main([str(evaluation), "--models=qwen", "--output", str(output)]) == 2
     assert "'qwen' has not been evaluated; choose from base, grpo, poly_epo." in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_runs_and_evaluations_share_a_page(evaluation: Path, tmp_path: Path):
-    run = write_fake_run(tmp_path / "grpo", seed=0, num_steps=20, evaluate_every=10)
+    run = write_small_run(tmp_path / "grpo")
     other = write_fake_evaluation(tmp_path / "other", {"base": 0.3}, ("minerva",), clustered=False)
     page = report.write_report([run, evaluation, other], tmp_path / "out").read_text(encoding="utf-8")
     drawn = svgs(page)
