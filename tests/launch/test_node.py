@@ -77,6 +77,19 @@ while "slow" in model:
     __import__("time").sleep(1)
 http.server.HTTPServer(("127.0.0.1", int(port)), http.server.BaseHTTPRequestHandler).serve_forever()
 """
+# Reads only the model of the configuration. Reading all of it takes 5 s.
+COMMAND_LINE = """
+import sys
+from types import SimpleNamespace
+
+def config_parser(description):
+    pass
+
+def run_command(parser, arguments, run):
+    flag = "--config.model.path="
+    *_, path = (word.removeprefix(flag) for word in sys.argv if word.startswith(flag))
+    run(SimpleNamespace(model=SimpleNamespace(path=path)), None)
+"""
 # A doctor that runs while the file `examining` exists, and fails if the file `sick` exists.
 DOCTOR = """
 import json, pathlib, sys, time
@@ -198,7 +211,7 @@ def _runs_in(folder: Path, log: Path) -> Iterator[Node]:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Iterator[Node]:
+def configured_trial(tmp_path: Path) -> Iterator[Node]:
     """Creates a repository of the scripts, with stand-ins for the servers, their setup, the doctor and the trainer."""
     folder = tmp_path / "repository"
     shutil.copytree(ROOT / "launch", folder / "launch")
@@ -218,6 +231,16 @@ def trial(tmp_path: Path) -> Iterator[Node]:
         (folder / name).write_text(text)
     with _runs_in(folder, tmp_path / "output") as node:
         yield node
+
+
+@pytest.fixture
+def trial(configured_trial: Node) -> Node:
+    """Also replaces the module that reads the configuration, for tests that set POLICY."""
+    folder = configured_trial.folder / "poly_epo_jax" / "startup"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(f"__path__.append({str(ROOT / 'poly_epo_jax' / 'startup')!r})")
+    (folder / "command_line.py").write_text(COMMAND_LINE)
+    return configured_trial
 
 
 @pytest.fixture
@@ -342,7 +365,7 @@ def test_a_second_stop_discards_the_step(trial, ports, stop, code):
     assert (trial.folder / "saved").read_text() == "SIGTERM"
 
 
-@pytest.mark.parametrize("flags", ["", "--one", "--one --two 3"])
+@pytest.mark.parametrize("flags", ["", "--one --two 3"])
 def test_the_trainer_receives_the_served_models_and_determines_the_exit_code(trial, ports, flags):
     words = ["--config=configs/polaris.py:grpo", "--config.seed=1", "--config.rollouts.wait_seconds=7"]
     variables = {"POLICY_FLAGS": flags, "JUDGE_FLAGS": flags} if flags else {}
@@ -354,6 +377,7 @@ def test_the_trainer_receives_the_served_models_and_determines_the_exit_code(tri
     assert "--config.model.path=a-policy" in arguments[1:-2] and "--config.model.dtype=float32" in arguments[1:-2]
     assert f"--config.rollouts.urls=http://127.0.0.1:{ports['PORT']}" in arguments
     assert json.loads((trial.folder / "asked.json").read_text()) == ["--short", *arguments]
+    assert (trial.folder / f"arguments-{ports['PORT']}").read_text().splitlines()[3:] == flags.split()
 
 
 @pytest.mark.parametrize(
@@ -364,21 +388,21 @@ def test_the_trainer_receives_the_served_models_and_determines_the_exit_code(tri
     ],
 )
 def test_defaults_are_the_models_of_the_paper_on_four_gpus(
-    trial, ports, tmp_path, variables, server, gpu_flags, judge_flag
+    configured_trial, ports, tmp_path, variables, server, gpu_flags, judge_flag
 ):
     list_gpus = tmp_path / "nvidia-smi"
     list_gpus.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: NVIDIA H200; done\n")
     list_gpus.chmod(0o755)
-    process = trial.start(**ports, **variables, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    (trial.folder / "step").touch()
-    assert trial.end(process) == 0, trial.output()
-    started = re.findall(r"^(\S+): (\S+) on port", trial.output(), re.MULTILINE)
+    process = configured_trial.start(**ports, **variables, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    (configured_trial.folder / "step").touch()
+    assert configured_trial.end(process) == 0, configured_trial.output()
+    started = re.findall(r"^(\S+): (\S+) on port", configured_trial.output(), re.MULTILINE)
     policies = [(f"policy-{i}", "Qwen/Qwen3-4B-Base") for i in range(3)]
     assert started == [*policies, ("judge", "Qwen/Qwen3-4B-Instruct-2507")]
-    arguments = json.loads((trial.folder / "arguments.json").read_text())
+    arguments = json.loads((configured_trial.folder / "arguments.json").read_text())
     assert "--config=configs/polaris.py" in arguments and f"--config.rollouts.name={server}" in arguments
     for gpu, offset in enumerate((0, 1, 2, 10)):
-        flags = (trial.folder / f"arguments-{int(ports['PORT']) + offset}").read_text().splitlines()
+        flags = (configured_trial.folder / f"arguments-{int(ports['PORT']) + offset}").read_text().splitlines()
         assert flags[0] == "gpu" and flags[3:7] == [*gpu_flags.split(), str(gpu)]
         assert (judge_flag in flags) == (offset == 10)
 
@@ -405,15 +429,15 @@ def test_vllm_serves_an_untied_copy_on_cpus(trial, ports, tmp_path):
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
 
 
-def test_every_visible_gpu_has_a_server_if_the_judge_is_elsewhere(trial, ports):
+def test_every_visible_gpu_has_a_server_if_the_judge_is_elsewhere(configured_trial, ports):
     url = "http://judge:30010"
-    process = trial.start(**ports, CUDA_VISIBLE_DEVICES="6,7", JUDGE_URL=url, SLURM_NNODES="2")
-    (trial.folder / "step").touch()
-    assert trial.end(process) == 0, trial.output()
-    assert re.findall(r"^(\S+): \S+ on port", trial.output(), re.MULTILINE) == ["policy-0", "policy-1"]
-    arguments = json.loads((trial.folder / "arguments.json").read_text())
+    process = configured_trial.start(**ports, CUDA_VISIBLE_DEVICES="6,7", JUDGE_URL=url, SLURM_NNODES="2")
+    (configured_trial.folder / "step").touch()
+    assert configured_trial.end(process) == 0, configured_trial.output()
+    assert re.findall(r"^(\S+): \S+ on port", configured_trial.output(), re.MULTILINE) == ["policy-0", "policy-1"]
+    arguments = json.loads((configured_trial.folder / "arguments.json").read_text())
     assert [flag for flag in arguments if "judge.url" in flag] == [f"--config.judge.url={url}"]
-    assert (trial.folder / "device_ids").read_text() == "0,1"
+    assert (configured_trial.folder / "device_ids").read_text() == "0,1"
 
 
 @pytest.mark.parametrize(
@@ -448,17 +472,17 @@ def test_a_missing_python_for_sglang_is_reported_before_anything_is_installed(tr
     assert not (trial.folder / "installed").exists()
 
 
-def test_the_model_of_the_configuration_is_served(trial, ports):
-    process = trial.start("--config.model.path=another", DEVICE="cpu", JUDGE="a-judge", **ports)
-    (trial.folder / "step").touch()
-    assert trial.end(process) == 0
-    assert f"policy-0: another on port {ports['PORT']}" in trial.output()
+def test_the_model_of_the_configuration_is_served(configured_trial, ports):
+    process = configured_trial.start("--config.model.path=another", DEVICE="cpu", JUDGE="a-judge", **ports)
+    (configured_trial.folder / "step").touch()
+    assert configured_trial.end(process) == 0
+    assert f"policy-0: another on port {ports['PORT']}" in configured_trial.output()
 
 
-def test_an_invalid_flag_is_reported_before_servers_start(trial, ports):
-    process = trial.start("--config.sed=1", **CPU, **ports)
-    assert trial.end(process) == 1
-    assert "config.sed" in trial.output() and "policy-0" not in trial.output()
+def test_an_invalid_flag_is_reported_before_servers_start(configured_trial, ports):
+    process = configured_trial.start("--config.sed=1", **CPU, **ports)
+    assert configured_trial.end(process) == 1
+    assert "config.sed" in configured_trial.output() and "policy-0" not in configured_trial.output()
 
 
 def test_a_server_that_exits_during_startup(trial, ports):
@@ -526,42 +550,42 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
-    """Trains for three steps on real problems."""
+    """Trains for two steps on real problems."""
     data = _shared() / "data" / "math"
     settings = {
         "workdir": tmp_path / "run",
         "compilation_cache_dir": tmp_path / "compiled",
         "task.options": {"train": str(data / "gsm8k_train.jsonl"), "held_out": str(data / "aime_2025.jsonl")},
-        "sampling.max_tokens": 40,
-        "train.prompts_per_batch": 4,
-        "train.prompts_per_minibatch": 2,
+        "sampling.max_tokens": 20,
+        "train.prompts_per_batch": 2,
+        "train.prompts_per_minibatch": 1,
         "train.num_generations": 4,
         "train.max_prompt_tokens": 250,
         "train.row_tokens": 300,
         "algo.set_size": 2,
         "algo.entropy_coef": 0.01,  # a gradient without reward: the weights are random
         "optimizer.learning_rate": 1e-3,
-        "eval.every": 3,
+        "eval.every": 2,
         "eval.num_problems": 2,
-        "eval.num_generations": 4,
+        "eval.num_generations": 2,
         "judge.options.max_tokens": 512,
     }
     flags = [f"--config.{key}={value}" for key, value in settings.items()]
     models = {"DEVICE": "cpu", "POLICY": str(small_qwen), "JUDGE": str(small_qwen)} | user_variables()
     port = {} if not _is_open(POLICY) and not _is_open(JUDGE) else {"PORT": str(_first_port())}
-    process = node.start(*flags, "--config.train.num_steps=3", **models, **port)
+    process = node.start(*flags, "--config.train.num_steps=2", **models, **port)
     node.wait(process, lambda: "Done: " in node.output(), 1200)
     assert node.end(process) == 0, node.output()
     # The doctor has passed all checks before training. Collectives are skipped, because there is one device.
     assert "Doctor: 6 passed, 0 failed, 1 skipped." in node.output()
 
     rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     assert all(row["judge/failed_prompts"] == 0 and row["mismatch/max"] < 1e-3 for row in rows)
     assert all(row["policy/update_norm"] > 0 for row in rows)
     assert all(0 <= row["judge/overlap_fraction"] <= 1 for row in read_rows(tmp_path / "run" / "timing.jsonl"))
     generations = read_rows(tmp_path / "run" / "generations.jsonl")
-    assert len(generations) == 3 * 4 * 4
+    assert len(generations) == 2 * 2 * 4
     assert {row["cluster"] for row in generations} <= {1, 2, 3, 4, 100}
     # Rows contain the user message. The chat template is only added to its tokens.
     assert all(row["rationale"] and row["prompt"].endswith("inside \\boxed{}.") for row in generations)
