@@ -6,7 +6,8 @@ from poly_epo_jax.system.malloc import keep_freed_memory
 
 if __name__ == "__main__":
     keep_freed_memory()  # before the imports below start threads
-    # Objects created by imports are long-lived; collecting garbage while importing takes 10% of the import time.
+    # Objects created by imports are long-lived; collecting garbage while importing takes 10% of the import time, and
+    # later collections would read these objects again and again.
     gc.disable()
 
 import contextlib
@@ -307,5 +308,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()
     gc.enable()
     sys.exit(main())

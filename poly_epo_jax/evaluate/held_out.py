@@ -68,8 +68,10 @@ async def evaluate_held_out(
     drawn = [group for graded, _ in shares for group in graded]
     check_failed_environments(drawn, 1.0)
     graded = complete_groups(drawn)
-    reward = np.mean([group.rewards.mean() for group in graded])
-    metrics = {"reward": float(reward), "judge_failed_problems": float(len(judge_failures(graded)))}
+    metrics = {
+        "reward": float(np.mean([group.rewards.mean() for group in graded])),
+        "judge_failed_problems": float(len(judge_failures(graded))),
+    }
     if (failures := environment_failures(drawn)) or isinstance(task, Interactive):
         metrics["environment_failed_responses"] = float(len(failures))
         metrics["environment_failed_problems"] = float(len(drawn) - len(graded))

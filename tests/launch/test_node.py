@@ -25,7 +25,7 @@ import pytest
 from fakes import PATIENCE
 from reserved_ports import reserve_port
 from sglang_servers import ROOT, descendants, require_sglang
-from training_runs import rows_of
+from training_runs import environment, rows_of
 from transformers import AutoTokenizer
 from user_packages import user_variables
 
@@ -132,8 +132,7 @@ class Node:
         self._mapped: set[str] = set()
 
     def start(self, *flags: str, **variables: str) -> subprocess.Popen[bytes]:
-        # conftest.py sets XLA_FLAGS for fast compilation, which make execution slow.
-        kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        kept = os.environ | {"XLA_FLAGS": environment()["XLA_FLAGS"]}  # one device
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 # As in a terminal. Background processes ignore SIGINT, which their children would inherit.

@@ -138,6 +138,10 @@ RULES = (
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:rtx4090x1", says="tokens: 14.5 GB of 18 GB"),
     Rule("python -m poly_epo_jax.doctor --config=configs/polynomial.py", SMALL, says=" 0 failed, "),
     Rule(
+        "python -m poly_epo_jax.doctor --config=configs/polynomial.py --output=runs/doctor.json",
+        elsewhere="tests/doctor/test_whole.py",
+    ),
+    Rule(
         "python -m poly_epo_jax.doctor --config=configs/polynomial.py --config.judge.name=llm",
         elsewhere="tests/doctor/test_servers.py, with a fake judge",
     ),

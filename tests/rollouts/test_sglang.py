@@ -209,7 +209,7 @@ def test_generations_with_weights_of_another_run_are_rejected(servers, tmp_path)
     groups = collect(mine, problems, 4, Sampling(16))
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
-    counts = mine.metrics()
+    counts = mine.sampler.metrics()
     assert counts["rollouts/resampled"] > 0 and counts["rollouts/server_failures"] > 0
 
 

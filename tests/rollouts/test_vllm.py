@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -205,40 +204,26 @@ def test_vllm_sglang_and_the_trainer_agree(servers, tmp_path):
                     np.testing.assert_allclose(found[-len(y.token_ids) :], y.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_training_with_either_server(servers, tmp_path, name):
-    """Ten steps from random weights. The log-probabilities of the servers and the trainer agree for every token."""
-    model = servers[0].model
+def test_training(servers, tmp_path):
+    """Ten steps from random weights. The log-probabilities of the servers and the trainer agree for every token.
 
-    def train(urls: str) -> list[dict[str, Any]]:
-        settings = SETTINGS | {
-            "workdir": tmp_path / "run",
-            "model.path": model,
-            "rollouts.name": name,
-            "rollouts.urls": urls,
-            "rollouts.weights_dtype": "float32",
-            "rollouts.weights_dir": tmp_path / "w",
-            "optimizer.learning_rate": 1e-3,
-            "train.num_steps": 10,
-            "eval.every": 0,
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "poly_epo_jax.main",
-            "--config=configs/polynomial.py:grpo",
-            *as_flags(settings),
-        ]
-        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return rows_of(tmp_path / "run")
-
-    if name == "vllm":
-        rows = train(",".join(server.url for server in servers))
-    else:
-        require_sglang()
-        with running([SGLangServer(model, tmp_path / "sglang.log", "--max-total-tokens", "16384")]) as (server,):
-            rows = train(server.url)
+    test_sglang_training.py has the same test with SGLang.
+    """
+    settings = SETTINGS | {
+        "workdir": tmp_path / "run",
+        "model.path": servers[0].model,
+        "rollouts.name": "vllm",
+        "rollouts.urls": ",".join(server.url for server in servers),
+        "rollouts.weights_dtype": "float32",
+        "rollouts.weights_dir": tmp_path / "w",
+        "optimizer.learning_rate": 1e-3,
+        "train.num_steps": 10,
+        "eval.every": 0,
+    }
+    command = [sys.executable, "-m", "poly_epo_jax.main", "--config=configs/polynomial.py:grpo", *as_flags(settings)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert 0 < max(row["mismatch/max"] for row in rows) < 1e-3 and {row["response/staleness"] for row in rows} == {0.0}
     assert sum(row["rollouts/resampled"] + row["rollouts/server_failures"] for row in rows) == 0

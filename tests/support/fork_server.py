@@ -109,6 +109,7 @@ def serve() -> None:
     from jax._src import xla_bridge
 
     assert not xla_bridge._backends, "a fork cannot use an existing backend"
+    gc.freeze()  # collections in forks do not read the objects of imported modules
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
