@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import collect, tiny_problems
+from fakes import collect, sampler_counts, tiny_problems
 from lies import DRAWS, put
 from lying_servers import MAX_TOKENS, STOP_IDS, VOCABULARY, LyingServer
 
@@ -96,7 +96,7 @@ def test_an_invalid_completion_is_resampled_by_another_server(monkeypatch, capsy
     assert [y.token_ids.tolist() for y in group.generations] == [[1]] * 3
     assert asked == ["a", "b"]
     counts = {"rollouts/server_failures": 0.0, "rollouts/resampled": 1.0, "rollouts/invalid_responses": 1.0}
-    assert rollouts.sampler.metrics() == counts
+    assert sampler_counts(rollouts) == counts
     message = "http://a returned an invalid completion: token 32 is not in the vocabulary of 32 tokens (problem '0')"
     assert capsys.readouterr().err.startswith(message)
 

@@ -18,6 +18,7 @@ from fakes import (
     ByLetter,
     assert_exact_versions,
     collect,
+    sampler_counts,
     tiny_params,
     tiny_problems,
     trainer_logprobs,
@@ -124,14 +125,14 @@ def test_generations_match_the_trainer(servers, sync, temperature):
         assert stopped == (y.token_ids[-1] in STOP_IDS) and not np.isin(y.token_ids[:-1], STOP_IDS).any()
         assert y.text == TOKENIZER.decode(y.token_ids[:-1] if stopped else y.token_ids)
         assert stopped or len(y.token_ids) == 24
-    assert COUNTS.items() <= rollouts.sampler.metrics().items()
+    assert COUNTS.items() <= sampler_counts(rollouts).items()
 
 
 def test_every_update_reaches_every_server(servers, sync, capsys):
     rollouts, problems = rollouts_of(servers, sync), tiny_problems(12, MAX_PROMPT)
     for version in (1, 2, 3):
         asyncio.run(rollouts.push_weights(weights(version), version))
-        counts = rollouts.sampler.metrics()
+        counts = sampler_counts(rollouts)
         assert counts["rollouts/bytes_proofs"] == counts["rollouts/trainer_proofs"] == 2
         assert counts["rollouts/change_proofs"] == (2 if version > 1 else 0)
         for server in servers:
@@ -157,7 +158,7 @@ def test_running_generations_continue_with_new_weights(servers, sync):
     assert_complete(groups, problems, 16)
     assert len(assert_exact_versions(groups)) > 1
     assert max(len(set(y.weight_versions)) for group in groups for y in group.generations) > 1
-    assert COUNTS.items() <= rollouts.sampler.metrics().items()
+    assert COUNTS.items() <= sampler_counts(rollouts).items()
     # The prefix cache of running generations is not read after an update.
     assert assert_exact_versions(collect(rollouts, problems, 4, Sampling(16))) == {version}
 
@@ -209,7 +210,7 @@ def test_generations_with_weights_of_another_run_are_rejected(servers, tmp_path)
     groups = collect(mine, problems, 4, Sampling(16))
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
-    counts = mine.sampler.metrics()
+    counts = sampler_counts(mine)
     assert counts["rollouts/resampled"] > 0 and counts["rollouts/server_failures"] > 0
 
 
@@ -230,7 +231,7 @@ def test_partial_generations_are_resampled(servers, tmp_path):
         aborted.result()
     assert_complete(groups, problems, 4)
     assert all(len(y.token_ids) == 400 or y.finish_reason == "stop" for g in groups for y in g.generations)
-    assert rollouts.sampler.metrics()["rollouts/resampled"] > 0
+    assert sampler_counts(rollouts)["rollouts/resampled"] > 0
 
 
 def collect_over_a_restart(
@@ -278,7 +279,7 @@ def test_a_server_that_restarts_during_a_batch_is_updated_before_it_generates(se
     groups = collect_over_a_restart(rollouts, problems, servers)
     assert_complete(groups, problems, 4)
     assert_generated_by(1, groups, version=1)
-    assert (COUNTS | {"rollouts/server_failures": 1.0}).items() <= rollouts.sampler.metrics().items()
+    assert (COUNTS | {"rollouts/server_failures": 1.0}).items() <= sampler_counts(rollouts).items()
     output = capsys.readouterr().err
     assert f"Server {servers[1].url} failed" in output and f"Server {servers[1].url} has recovered" in output
 
@@ -295,12 +296,12 @@ def test_a_worker_that_restarts_during_a_batch_is_updated_before_it_generates(se
             assert_generated_by(version, groups, version)
             shares = [len(server.requests()) - count for server, count in zip(servers, asked, strict=True)]
             assert sum(shares) == 24 and min(shares) >= 6
-        assert COUNTS.items() <= rollouts.sampler.metrics().items()
+        assert COUNTS.items() <= sampler_counts(rollouts).items()
 
         groups = collect_over_a_restart(rollouts, problems, servers)
         assert_complete(groups, problems, 4)
         assert_generated_by(2, groups, version=2)
-        assert (COUNTS | {"rollouts/server_failures": 1.0}).items() <= rollouts.sampler.metrics().items()
+        assert (COUNTS | {"rollouts/server_failures": 1.0}).items() <= sampler_counts(rollouts).items()
         output = capsys.readouterr().err
         assert f"Server {dying.url} failed" in output and f"Server {dying.url} has recovered" in output
 
@@ -322,7 +323,7 @@ def test_a_listed_worker_that_does_not_respond_causes_no_delay(servers, tmp_path
         assert_generated_by(1, groups, version=1)
         since = late.requests()[len(asked) :]
         assert since[:2] == ["pause_generation", "update_weights_from_disk"] and since.count("generate") > 3
-        assert COUNTS.items() <= rollouts.sampler.metrics().items()
+        assert COUNTS.items() <= sampler_counts(rollouts).items()
 
 
 def test_a_rejected_request_raises_an_error(servers, tmp_path):

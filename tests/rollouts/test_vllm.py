@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_servers import UNCHECKED
-from fakes import ByLetter, assert_exact_versions, collect, tiny_params, tiny_problems, trainer_logprobs
+from fakes import ByLetter, assert_exact_versions, collect, sampler_counts, tiny_params, tiny_problems, trainer_logprobs
 from sglang_servers import ROOT, STARTED_WITHIN, SGLangServer, require_sglang, running
 from training_runs import SETTINGS, as_flags, environment, rows_of
 from vllm_servers import ALPHABET, CONTEXT, TOKENIZER, UNTIED, UNTIED_MODEL, VLLMServer, vllm_servers
@@ -60,7 +60,7 @@ def rollouts_of(
 
 def counts_of(rollouts: Rollouts) -> dict[str, float]:
     """Returns the counters of failures and of generations that were not accepted."""
-    metrics = rollouts.sampler.metrics()
+    metrics = sampler_counts(rollouts)
     return {name: metrics[name] for name in COUNTS}
 
 

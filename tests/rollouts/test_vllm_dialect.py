@@ -10,7 +10,17 @@ import httpx
 import numpy as np
 import pytest
 from fake_servers import open_rollouts
-from fakes import PATIENCE, TINY, TINY_ALPHABET, TINY_MODEL, ByLetter, collect, tiny_params, tiny_problems
+from fakes import (
+    PATIENCE,
+    TINY,
+    TINY_ALPHABET,
+    TINY_MODEL,
+    ByLetter,
+    collect,
+    sampler_counts,
+    tiny_params,
+    tiny_problems,
+)
 from lies import put, remove
 
 from poly_epo_jax.config.default import get_config
@@ -125,7 +135,7 @@ def test_each_seed_is_a_request_and_an_update_has_a_fixed_order(server, monkeypa
     expected = {"max_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 7, "stop_token_ids": [1, 14]}
     expected |= {"ignore_eos": True, "logprobs": 0, "detokenize": False}
     assert bodies == [{"token_ids": group.prompt_ids.tolist(), "sampling_params": expected}] * 3
-    assert set(rollouts.sampler.metrics().values()) == {0.0}
+    assert set(sampler_counts(rollouts).values()) == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +238,7 @@ def test_aborted_mixed_and_invalid_completions_are_resampled(server, monkeypatch
     (group,) = collect(rollouts, tiny_problems(1, 1), 3, Sampling(4))
     assert [y.token_ids.tolist() for y in group.generations] == [[5, 1]] * 3
     counts = {"rollouts/server_failures": 0.0, "rollouts/resampled": 3.0, "rollouts/invalid_responses": 2.0}
-    assert rollouts.sampler.metrics() == counts
+    assert sampler_counts(rollouts) == counts
 
 
 @pytest.mark.parametrize(

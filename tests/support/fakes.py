@@ -27,7 +27,9 @@ from poly_epo_jax.types import (
     Completion,
     Generation,
     Group,
+    HasMetrics,
     JudgeFailure,
+    Metrics,
     Outcome,
     Params,
     Problem,
@@ -233,6 +235,12 @@ class RandomLetters(Scripted):
 
     def rollouts(self, task: Task) -> Rollouts:
         return Rollouts(self, self.tokenizer, task, max_prompt_tokens=8)
+
+
+def sampler_counts(rollouts: Rollouts) -> Metrics:
+    """Returns the counters of the sampler since the last call."""
+    assert isinstance(rollouts.sampler, HasMetrics)
+    return rollouts.sampler.metrics()
 
 
 class ByLetter:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fakes import PATIENCE, TINY_ALPHABET, ByLetter, collect, tiny_problems
+from fakes import PATIENCE, TINY_ALPHABET, ByLetter, collect, sampler_counts, tiny_problems
 from policy_servers import MODEL, ROUTER, URLS, PolicyServers, adam_step, initial_params
 from simulated_time import SimulatedTime
 
@@ -51,15 +51,13 @@ class Run:
             self.params = adam_step(self.params, self.step, learning_rate)
         self.step += 1
         asyncio.run(self.rollouts.push_weights(self.params, self.step))
-        return {
-            name.removeprefix("rollouts/"): value for name, value in self.rollouts.sampler.metrics().items() if value
-        }
+        return {name.removeprefix("rollouts/"): value for name, value in sampler_counts(self.rollouts).items() if value}
 
     def generate(self) -> dict[str, int]:
         """Generates a batch, and returns the number of prompts that each server has answered."""
         self.servers.prompts = dict.fromkeys(URLS, 0)
         collect(self.rollouts, tiny_problems(8, 8), 2, Sampling(4))
-        self.rollouts.sampler.metrics()
+        sampler_counts(self.rollouts)
         return self.servers.prompts
 
 

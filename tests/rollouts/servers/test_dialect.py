@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_servers import UNCHECKED
-from fakes import PATIENCE, TINY, ByLetter, collect, tiny_params
+from fakes import PATIENCE, TINY, ByLetter, collect, sampler_counts, tiny_params
 
 from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import ConfigError
@@ -110,7 +110,7 @@ def test_generations_weight_updates_and_sleep_use_the_dialect(tmp_path: Path):
         assert {y.text for group in groups for y in group.generations} <= set("abc")
         asyncio.run(rollouts.sleep())
         assert server.is_asleep
-    assert rollouts.sampler.metrics() == {
+    assert sampler_counts(rollouts) == {
         "rollouts/server_failures": 0.0,
         "rollouts/resampled": 2.0,
         "rollouts/invalid_responses": 1.0,

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import PATIENCE, TINY_ALPHABET, ByLetter, collect, tiny_problems, until
+from fakes import PATIENCE, TINY_ALPHABET, ByLetter, collect, sampler_counts, tiny_problems, until
 
 from poly_epo_jax.config.keys import Config
 from poly_epo_jax.rollouts.groups import Rollouts
@@ -208,7 +208,7 @@ def test_only_missing_generations_of_a_group_are_resampled(monkeypatch):
     assert len(group.generations) == 4
     first, second = bodies
     assert second["sampling_seed"] == first[1]
-    assert rollouts.sampler.metrics()["rollouts/resampled"] == 1
+    assert sampler_counts(rollouts)["rollouts/resampled"] == 1
 
 
 def test_a_server_that_always_aborts_raises_an_error_after_8_attempts(monkeypatch):
@@ -220,7 +220,7 @@ def test_a_server_that_always_aborts_raises_an_error_after_8_attempts(monkeypatc
     rollouts = open_rollouts(abort, monkeypatch, URLS, None)
     with pytest.raises(ServerError, match="for problem '0' on http://a, http://b after 8 attempts"):
         collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
-    assert rollouts.sampler.metrics()["rollouts/resampled"] == 16
+    assert sampler_counts(rollouts)["rollouts/resampled"] == 16
 
 
 def test_an_evaluation_omits_a_prompt_that_the_server_rejects(monkeypatch):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_servers import UNCHECKED, answer_to_get, open_rollouts
-from fakes import TINY, tiny_params, tiny_problems, until
+from fakes import TINY, sampler_counts, tiny_params, tiny_problems, until
 
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.client import ServerSampler
@@ -171,7 +171,7 @@ def test_each_token_has_the_version_and_the_log_probability_of_its_policy(start:
     for y in [y for group in groups for y in group.generations]:
         assert y.weight_versions.tolist() == [1] * STEP + [2] * STEP + [3] * (MAX_TOKENS - 2 * STEP)
     assert fake.pauses == ["retract"] * 6
-    metrics = rollouts.sampler.metrics()
+    metrics = sampler_counts(rollouts)
     assert metrics["rollouts/resampled"] == metrics["rollouts/server_failures"] == 0
 
 
@@ -247,7 +247,7 @@ def test_tokens_of_a_rejected_update_are_resampled(start: Start, monkeypatch):
         await rollouts.push_weights(tiny_params(2), 2)
         assert sorted(wrong) == URLS and fake.pauses[-4:] == ["retract"] * 2 + ["abort"] * 2
         assert_exact(await generating, {2})
-        assert rollouts.sampler.metrics()["rollouts/resampled"] == NUM_GENERATIONS
+        assert sampler_counts(rollouts)["rollouts/resampled"] == NUM_GENERATIONS
 
     asyncio.run(main())
 
@@ -263,6 +263,6 @@ def test_generations_of_a_server_that_restarts_are_resampled_with_the_current_we
         fake.limit = MAX_TOKENS
         assert_exact(await generating, {1, 2})
         assert fake.names["http://a"] == fake.names["http://b"]
-        assert rollouts.sampler.metrics()["rollouts/server_failures"] == 1
+        assert sampler_counts(rollouts)["rollouts/server_failures"] == 1
 
     asyncio.run(main())
