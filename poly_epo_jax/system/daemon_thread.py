@@ -32,7 +32,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
 
 def call_with_timeout(function: Callable[[], T], timeout_seconds: float, name: str) -> T:
-    """Calls `function` in a daemon thread, and waits for the result. Blocks the event loop of the calling thread.
+    """Calls `function` in a daemon thread, and returns its result. Blocks the event loop of the calling thread.
 
     Args:
       function: The user's code.
