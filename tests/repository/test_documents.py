@@ -1,12 +1,14 @@
 """Tests that all commands in README.md, docs/ and CONTRIBUTING.md run as documented, with flags that shorten them.
 
-The commands run in document order in one copy of the tracked files, and later commands require the earlier ones. The
-copy has its own .venv, into which setup_env.sh and pip only install the copy. All other packages are those of the
-environment that runs this test, so the download of packages is not tested here (.ci/run does this).
+The commands run in document order in one copy of the tracked files, and later commands require the earlier ones. Slow
+tests run commands of the package in forks of a process that has executed their imports. The copy has its own .venv,
+into which setup_env.sh and pip only install the copy. All other packages are those of the environment that runs this
+test, so the download of packages is not tested here (.ci/run does this).
 """
 
 import os
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -18,8 +20,11 @@ from typing import Any
 
 import pytest
 import quick_compiles
+from fork_server import ForkServer
 from training_runs import SETTINGS, as_flags
 from user_packages import user_variables
+
+from poly_epo_jax import cli
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("tutorials", "how_to", "explanation", "reference")
@@ -226,7 +231,7 @@ RULES = (
         elsewhere="60 runs; see the other studies",
     ),
     Rule("python -m poly_epo_jax.study studies/polynomial.py --report", SMALL, says="report/report.html"),
-    Rule("python -m poly_epo_jax.study studies/skewed.py", SMALL, says="(3 of 3 runs finished)"),
+    Rule("python -m poly_epo_jax.study studies/skewed.py", elsewhere="tests/study/test_study_runs.py, another study"),
     Rule("python docs/images/draw_countdown.py", elsewhere="reads the 60 runs of the study of Countdown"),
     Rule("python docs/images/draw_judge_errors.py", elsewhere="reads the 35 runs of the study of judge errors"),
     Rule("python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
@@ -239,7 +244,7 @@ RULES = (
         "python benchmarks/correlated.py", elsewhere="tests/benchmarks/test_correlated_estimators.py, with one prompt"
     ),
     Rule("python benchmarks/decode_peers.py", elsewhere=PEERS),
-    Rule("python benchmarks/estimators.py", says="marginal_set, polychromic"),
+    Rule("python benchmarks/estimators.py", elsewhere="tests/benchmarks/test_timings.py, with small inputs"),
     Rule("python benchmarks/intervals.py", elsewhere="tests/benchmarks/test_intervals.py, with fewer cases"),
     Rule("python benchmarks/memory_grid.py", elsewhere="tests/benchmarks/test_memory_grid.py, with fewer points"),
     Rule("python benchmarks/grading.py", elsewhere="tests/tasks/test_answer_pairs.py grades the same pairs"),
@@ -247,7 +252,7 @@ RULES = (
     Rule("python benchmarks/theory", elsewhere="tests/benchmarks/test_theory.py, with fewer steps; takes minutes"),
     Rule("python benchmarks/step_peers.py", elsewhere=PEERS),
     Rule("python benchmarks/update_peers.py", elsewhere=PEERS),
-    Rule("python benchmarks/weight_sync.py", "runs", says="runs: one writer"),
+    Rule("python benchmarks/weight_sync.py", elsewhere="tests/benchmarks/test_timings.py, with few weights"),
     Rule("kubectl apply", elsewhere="tests/launch/test_jobset.py, without a cluster"),
     Rule("sbatch", says="of launch/slurm.sbatch"),
     Rule("source .venv/bin/activate"),
@@ -314,21 +319,37 @@ LEARNED_FIRST = {"README.md", *(path.name for path in (ROOT / "docs" / "tutorial
 """Documents whose commands are all default tests. Of the other documents, the first command of each program is."""
 
 
+def is_slow(command: str) -> bool:
+    return COMMANDS[command] not in LEARNED_FIRST and command not in FIRST.values()
+
+
+def module_of(command: str) -> str | None:
+    """Returns the module of a command of the package that requires no shell."""
+    match = re.match(r"(?:python -m poly_epo_jax\.|poly-epo )(\w+) [^$&|<>]*$", command)
+    return match and cli.COMMANDS.get(match[1], (f"poly_epo_jax.{match[1]}",))[0]
+
+
 def parameter_of(command: str) -> Any:
-    is_default = COMMANDS[command] in LEARNED_FIRST or command in FIRST.values()
-    marks = [pytest.mark.documented] if is_default else [pytest.mark.documented, pytest.mark.slow]
+    marks = [pytest.mark.documented, pytest.mark.slow] if is_slow(command) else [pytest.mark.documented]
     return pytest.param(command, id=f"{COMMANDS[command]}: {command}", marks=marks)
 
 
 @pytest.fixture(scope="module")
-def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int, str]]:
-    """Returns a function that runs a command in the copy, and returns its exit code and output."""
-    copy, programs = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("programs")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copies the tracked files."""
+    copy = tmp_path_factory.mktemp("copy")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.split("\0"):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def user(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int, str]]:
+    """Returns a function that runs a command in the copy, and returns its exit code and output."""
+    programs = tmp_path_factory.mktemp("programs")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", copy / ".venv"], check=True)
     (packages,) = (copy / ".venv" / "lib").glob("python*/site-packages")
     (packages / "environment.pth").write_text("\n".join(site.getsitepackages()))
@@ -354,6 +375,21 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[int,
     return run_command
 
 
+@pytest.fixture(scope="module")
+def fork(copy: Path) -> Iterator[Callable[[str], tuple[int, str]]]:
+    """Returns a function that runs a command of the package in the copy, without the time for its imports."""
+    server = ForkServer(VARIABLES | {"PYTHONPATH": str(copy)})
+
+    def run_command(command: str) -> tuple[int, str]:
+        module, words = module_of(command), shlex.split(command)
+        assert module
+        ended = server.run(module, words[3 if words[0] == "python" else 2 :], copy)
+        return ended.returncode, ended.stdout + ended.stderr
+
+    yield run_command
+    server.close()
+
+
 def test_each_command_has_a_rule_and_each_rule_a_command():
     without = [f"{document}: {command}" for command, document in COMMANDS.items() if rule_of(command) is None]
     assert not without, "add rules for these commands to RULES"
@@ -362,10 +398,11 @@ def test_each_command_has_a_rule_and_each_rule_a_command():
 
 
 @pytest.mark.parametrize("command", map(parameter_of, HERE))
-def test_the_command_runs_as_documented(command: str, user: Callable[[str], tuple[int, str]]):
+def test_the_command_runs_as_documented(command: str, request: pytest.FixtureRequest):
     rule = rule_of(command)
     assert rule, "no rule in RULES"
-    code, output = user(f"{command} {rule.flags}")
+    run_command = request.getfixturevalue("fork" if is_slow(command) and module_of(command) else "user")
+    code, output = run_command(f"{command} {rule.flags}")
     assert "Traceback" not in output and "does not provide the extra" not in output, output[-3000:]
     if rule.error:
         last = output.strip().splitlines()[-1]

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import quick_compiles
 
@@ -29,14 +30,19 @@ IMPORTED = [
 
 
 class ForkServer:
-    """Runs one command at a time: `start` it, send signals to its process id, and `wait` for its end; or `run` it."""
+    """Runs one command at a time: `start` it, send signals to its process id, and `wait` for its end; or `run` it.
 
-    def __init__(self):
+    Args:
+      variables: Environment variables of the commands in addition to those of this process.
+    """
+
+    def __init__(self, variables: Mapping[str, str] = MappingProxyType({})):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": quick_compiles.FLAGS,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": str(ROOT),
+            **variables,
         }
         pipe = subprocess.PIPE
         command = [sys.executable, __file__]
