@@ -96,7 +96,6 @@ LINEAR: dict[str, Any] = {
 }
 SMALL = Case("Qwen3-0.6B", (1, 2, 2), 2048, "full")
 LARGE = [
-    Case("Qwen3-4B", (1, 4, 2), 16_384, "full"),
     Case("Qwen3-0.6B", (1, 2, 2), 4096, "dots"),
     Case("Qwen3-1.7B", (1, 1, 1), 4096, "attention"),
     Case("Qwen3-8B", (2, 4, 1), 8192, "full"),

@@ -448,8 +448,7 @@ def test_moments_are_float32_except_a_configured_first_moment():
     def dtypes(**changes):
         config = optimizer_config(**changes)
         update = PolicyUpdate(TINY_MODEL, MESH, UpdateObjective(ppo_clip_loss), config, total_updates=5)
-        minibatches = update.with_old_logprobs(state_at(NOW), [pack(SEQUENCES, 40, rows_per_microbatch=2)])
-        state, _ = update(update.init(tiny_params()), minibatches)
+        state, _ = update.lower(num_rows=2, row_tokens=40)["optimizer"].out_info
         moments = moments_of(state)
         return [{leaf.dtype.name for leaf in jax.tree.leaves(tree)} for tree in (moments.mu, moments.nu, state.params)]
 
