@@ -1,6 +1,6 @@
 """Tests of the doctor's command on one device and with two processes.
 
-rollouts/test_sglang_training.py tests it with real servers.
+rollouts/test_sglang_training.py tests its check of servers with real ones.
 """
 
 import json

@@ -593,10 +593,11 @@ def test_every_stage_of_the_papers_run(small_qwen, node, tmp_path):
     assert counts["held_out"]["dropped"]["too_long"] > 0
 
 
-def test_a_folder_without_a_model(small_qwen, node, tmp_path):
-    """The error message quotes the log of SGLang, and the judge server is stopped during its startup."""
-    port = {"PORT": str(_first_port())}
-    process = node.start(DEVICE="cpu", POLICY=str(tmp_path), JUDGE=str(small_qwen), **port)
+def test_a_folder_without_a_model(node, tmp_path):
+    """The error message quotes the log of SGLang."""
+    require_sglang()
+    judge = {"JUDGE_URL": "http://judge:30010"}
+    process = node.start(DEVICE="cpu", POLICY=str(tmp_path), PORT=str(_first_port()), **judge)
     assert node.end(process) == 1
     (line,) = [line for line in node.output().splitlines() if line.startswith("Error")]
     assert f"policy-0 exited with code 1 during startup: ValueError: Unrecognized model in {tmp_path}" in line

@@ -40,12 +40,7 @@ REAL_PIP = f"""case "$*" in
     exec "{sys.executable}" -m pip install --disable-pip-version-check "$@" ;;
 esac"""
 NEW_TOKENS, MAX_LENGTH = 24, 48
-PROMPTS = (
-    "The capital of France is",
-    "A tool: hammer\nA planet: mars\nAn animal:",
-    "In 1984, the year of",
-    "def f(x):\n",
-)
+PROMPTS = ("A tool: hammer\nA planet: mars\nAn animal:", "In 1984, the year of")
 
 
 class ModelCheckout(Checkout):

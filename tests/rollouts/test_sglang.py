@@ -37,7 +37,7 @@ from poly_epo_jax.rollouts.sglang import dialect
 from poly_epo_jax.rollouts.sglang.dialect import SGLANG
 from poly_epo_jax.rollouts.sglang.tensor_sync import TensorSync
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
-from poly_epo_jax.system.http_client import ServerError
+from poly_epo_jax.system.http_client import ServerError, open_client
 from poly_epo_jax.types import Group, HasMetrics, Params, Problem, Sampler, Sampling
 
 pytestmark = pytest.mark.slow
@@ -284,8 +284,13 @@ def test_a_server_that_restarts_during_a_batch_is_updated_before_it_generates(se
     assert f"Server {servers[1].url} failed" in output and f"Server {servers[1].url} has recovered" in output
 
 
-def test_a_worker_that_restarts_during_a_batch_is_updated_before_it_generates(servers, tmp_path, capsys):
-    problems, dying = tiny_problems(24, MAX_PROMPT), servers[1]
+def test_workers_of_a_router(servers, tmp_path):
+    """A listed worker that does not respond causes no delay, and is updated before it generates.
+
+    `test_a_server_that_restarts_during_a_batch_is_updated_before_it_generates` tests failures during a batch, which are
+    the same for workers, because prompts are sent to them directly.
+    """
+    problems, late = tiny_problems(24, MAX_PROMPT), servers[1]
     with running([Router(servers, tmp_path / "router.log")]) as (router,):
         rollouts = rollouts_of([router], DiskSync(tmp_path / "weights", "a run", TINY, "float32"), max_concurrent=16)
         for version in (1, 2):
@@ -296,32 +301,19 @@ def test_a_worker_that_restarts_during_a_batch_is_updated_before_it_generates(se
             assert_generated_by(version, groups, version)
             shares = [len(server.requests()) - count for server, count in zip(servers, asked, strict=True)]
             assert sum(shares) == 24 and min(shares) >= 6
-        assert COUNTS.items() <= sampler_counts(rollouts).items()
 
-        groups = collect_over_a_restart(rollouts, problems, servers)
-        assert_complete(groups, problems, 4)
-        assert_generated_by(2, groups, version=2)
-        assert (COUNTS | {"rollouts/server_failures": 1.0}).items() <= sampler_counts(rollouts).items()
-        output = capsys.readouterr().err
-        assert f"Server {dying.url} failed" in output and f"Server {dying.url} has recovered" in output
-
-
-def test_a_listed_worker_that_does_not_respond_causes_no_delay(servers, tmp_path):
-    problems, late = tiny_problems(24, MAX_PROMPT), servers[1]
-    with running([Router(servers, tmp_path / "router.log")]) as (router,):
-        rollouts = rollouts_of([router], DiskSync(tmp_path / "weights", "a run", TINY, "float32"), max_concurrent=16)
-        asked = late.requests()
+        before = late.requests()
         late.kill()
         assert router.workers() == {server.url for server in servers}
         start = time.monotonic()
-        asyncio.run(rollouts.push_weights(weights(1), 1))
-        assert_generated_by(1, collect(rollouts, problems, 4, Sampling(16)), version=1)
-        assert time.monotonic() - start < STARTED_WITHIN / 2 and late.requests() == asked
+        asyncio.run(rollouts.push_weights(weights(3), 3))
+        assert_generated_by(3, collect(rollouts, problems, 4, Sampling(16)), version=3)
+        assert time.monotonic() - start < STARTED_WITHIN / 2 and late.requests() == before
 
         late.start()
         groups = collect(rollouts, tiny_problems(96, MAX_PROMPT), 4, Sampling(100))
-        assert_generated_by(1, groups, version=1)
-        since = late.requests()[len(asked) :]
+        assert_generated_by(3, groups, version=3)
+        since = late.requests()[len(before) :]
         assert since[:2] == ["pause_generation", "update_weights_from_disk"] and since.count("generate") > 3
         assert COUNTS.items() <= sampler_counts(rollouts).items()
 
@@ -349,3 +341,26 @@ def test_only_the_current_version_remains_on_disk(servers, tmp_path):
         assert [one.name.split("-")[1] for one in folder.iterdir()] == [str(version)]
     rollouts.sampler.close()
     assert not folder.exists()
+
+
+def test_a_server_without_memory_saver(servers):
+    """The memory saver is not available on CPU, so a server that is put to sleep is rejected.
+
+    If it is sent the requests anyway, it responds without freeing memory.
+    """
+
+    async def request(url: str) -> list[str]:
+        async with open_client(60.0) as client:
+            with pytest.raises(ServerError, match="--enable-memory-saver"):
+                await SGLANG.sleep(client, url)
+            with pytest.MonkeyPatch.context() as without_check:
+                without_check.setattr(dialect, "_check_memory_saver", lambda client, url: asyncio.sleep(0))
+                await SGLANG.sleep(client, url)
+                await SGLANG.sleep(client, url)  # The server is already asleep.
+            before = (await SGLANG.model_info(url)).weight_version
+            await SGLANG.pause(client, url)
+            await SGLANG.pause(client, url)  # The server is already awake.
+            await SGLANG.resume(client, url)
+            return [before, (await SGLANG.model_info(url)).weight_version]
+
+    assert asyncio.run(request(servers[0].url)) == [dialect.ASLEEP, dialect.EMPTY]

@@ -31,6 +31,7 @@ QWEN3_5 = dataclasses.replace(
     family="qwen3_5_text",
     mlp_size=32,  # SGLang pads other sizes.
     num_layers=4,
+    tie_word_embeddings=False,  # test_sglang.py serves tied embeddings.
     ropes=(Rope(fraction=0.25),),
     linear_layers=(True, True, True, False),
     linear_key_heads=2,

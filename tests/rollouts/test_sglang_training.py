@@ -1,8 +1,5 @@
 """Tests small versions of the laptop run with real SGLang servers. test_node.py tests the run of the paper."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +7,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from reserved_ports import reserve_port
 from sglang_servers import ROOT, SGLangServer, require_sglang, require_torch, running
-from training_runs import SETTINGS, as_flags, environment, rows_of
+from training_runs import SETTINGS, Run, as_flags, rows_of
 
+from poly_epo_jax import main
+from poly_epo_jax.doctor.runner import Finding, RunContext
+from poly_epo_jax.doctor.servers import check_weights
+from poly_epo_jax.evaluate.__main__ import main as evaluate
 from poly_epo_jax.evaluate.folder import read_generations
 from poly_epo_jax.fit_base.__main__ import main as fit_base
+from poly_epo_jax.startup.command_line import config_parser, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -29,31 +30,10 @@ SMALL = SETTINGS | {
 }
 
 
-def run(folder: Path, config: str, count: int = 1, torch: str = "", **settings: Any) -> list[dict[str, Any]]:
-    """Runs training in `count` processes and returns the metrics. If set, `torch` is the folder of torch for them."""
-    command = [sys.executable, "-m", "poly_epo_jax.main", f"--config={config}"]
-    command += as_flags(SMALL | {"workdir": folder} | settings)
-    packages = ["networkx"] if torch else []  # Required by torch.
-    coordinator, processes = f"127.0.0.1:{reserve_port()}", []
-    for index in range(count):
-        hosts = {"coordinator_address": coordinator, "num_processes": count, "process_id": index} if count > 1 else {}
-        processes.append(
-            subprocess.Popen(
-                command + [f"--config.hosts.{key}={value}" for key, value in hosts.items()],
-                cwd=ROOT,
-                env=environment(packages=packages, path=torch) | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        for process in processes:
-            output = process.communicate(timeout=1200)[0]
-            assert process.returncode == 0, output[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+def train(folder: Path, config: str, **settings: Any) -> list[dict[str, Any]]:
+    """Trains in this process and returns the metrics."""
+    changes = SMALL | {"workdir": folder, "mesh.num_devices": 1} | settings
+    assert main.main([f"--config={ROOT}/{config}", *as_flags(changes)]) == 0
     return rows_of(folder)
 
 
@@ -92,7 +72,7 @@ def served(servers: list[SGLangServer], caches: dict[str, Path]) -> dict[str, An
 def test_training_with_servers_raises_the_reward(served, tmp_path):
     """GRPO, because its reward rises within a few steps."""
     settings = served | {"rollouts.weights_dir": tmp_path / "w", "train.num_steps": 20, "eval.every": 20}
-    rows = run(tmp_path / "run", "configs/polynomial.py:grpo", **settings)
+    rows = train(tmp_path / "run", "configs/polynomial.py:grpo", **settings)
     assert [row["step"] for row in rows] == list(range(1, 21))
     # The log-probabilities of servers and trainer agree for every token.
     assert max(row["mismatch/max"] for row in rows) < 1e-3
@@ -106,38 +86,36 @@ def test_training_with_servers_raises_the_reward(served, tmp_path):
 def test_the_doctor_passes_servers_with_other_weights(servers, served, tmp_path):
     """The servers have weights of an earlier run, and those of this run afterwards."""
     settings = SMALL | served | {"workdir": tmp_path / "run", "rollouts.weights_dir": tmp_path / "w"}
-    command = [sys.executable, "-m", "poly_epo_jax.doctor", "--config=configs/polynomial.py"]
-    command += [f"--output={tmp_path / 'doctor.json'}", *as_flags(settings)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {row["name"]: row for row in json.loads((tmp_path / "doctor.json").read_text())}
+    flags = [f"--config={ROOT / 'configs/polynomial.py'}", *as_flags(settings | {"mesh.num_devices": 1})]
+    findings: list[Finding] = []
+    run_command(config_parser(None), flags, lambda config, _: findings.extend(check_weights(RunContext(config))))
+    found = {one.name: one for one in findings}
     for server in servers:
-        row = found[f"server {server.url}"]
-        assert row["status"] == "passed" and row["figures"]["mean difference"] < 1e-4
+        one = found[f"server {server.url}"]
+        assert one.status == "passed" and one.figures["mean difference"] < 1e-4
     assert not any((tmp_path / "w").glob("*"))
 
 
 def test_one_step_off_policy(served, tmp_path):
+    require_torch()
     settings = served | {
-        "train.num_steps": 5,
-        "optimizer.schedule": "constant",  # With a constant schedule, num_steps can be raised later.
+        "train.num_steps": 3,
         "train.staleness": 1,
         "algo.importance_cap": 2.0,
         "rollouts.weight_sync": "tensor",
     }
-    rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **settings)
-    assert [row["response/staleness"] for row in rows] == [0, 1, 1, 1, 1]
+    rows = train(tmp_path / "run", "configs/polynomial.py", **settings)
+    assert [row["response/staleness"] for row in rows] == [0, 1, 1]
     # The weights of the sampler are current in the first step, and one step old in the others.
     assert rows[0]["mismatch/max"] < 1e-3 < min(row["mismatch/max"] for row in rows[1:])
-    longer = settings | {"train.num_steps": 7}
-    rows = run(tmp_path / "run", "configs/polynomial.py", torch=require_torch(), **longer)
-    assert [row["step"] for row in rows] == list(range(1, 8))
 
 
 def test_two_processes_share_servers(served, tmp_path):
-    settings = served | {"rollouts.shared_servers": True, "rollouts.weights_dir": tmp_path / "w", "train.num_steps": 3}
-    rows = run(tmp_path / "run", "configs/polynomial.py", count=2, **settings)
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    settings = served | {"rollouts.shared_servers": True, "rollouts.weights_dir": tmp_path / "w", "train.num_steps": 2}
+    run = Run(tmp_path, "run", SMALL | settings, count=2)
+    run.finish()
+    rows = rows_of(run.folder)
+    assert [row["step"] for row in rows] == [1, 2]
     # Both processes sampled all tokens with the current weights, which one of them pushed.
     assert max(row["mismatch/max"] for row in rows) < 1e-3
     assert {row["response/staleness"] for row in rows} == {0.0}
@@ -150,11 +128,10 @@ def test_evaluations_of_a_server_and_a_folder_agree(servers, base, tmp_path):
     url = servers[0].url
     weights = {"model_path": str(base), "weight_version": "of the folder"}  # Other tests have changed the weights.
     assert httpx.post(f"{url}/update_weights_from_disk", json=weights).json()["success"]
-    command = [sys.executable, "-m", "poly_epo_jax.evaluate", "--config=configs/polynomial.py"]
-    command += [f"--models=folder={base},server={url}", "--benchmarks=polynomial"]
-    command += ["--num_generations=2", f"--output={tmp_path}", "--config.sampling.temperature=0.0"]
-    command += as_flags({"task.options": SETTINGS["task.options"], "model.path": base})
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
+    flags = [f"--config={ROOT / 'configs/polynomial.py'}", "--benchmarks=polynomial", "--num_generations=2"]
+    flags += [f"--models=folder={base},server={url}", f"--output={tmp_path}"]
+    settings = {"task.options": SETTINGS["task.options"], "model.path": base, "sampling.temperature": 0.0}
+    assert evaluate([*flags, *as_flags(settings | {"mesh.num_devices": 1})]) == 0
     responses = [
         [row["response"] for row in read_generations(tmp_path / "polynomial" / label)] for label in ("folder", "server")
     ]

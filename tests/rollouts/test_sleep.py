@@ -1,33 +1,27 @@
 """Tests servers that sleep while the trainer computes: the order of requests, and the error messages.
 
-The memory saver is not available on CPU. The real server is started without it, so the sampler rejects the server. If
-it is sent the requests anyway, it responds without freeing memory.
+`test_a_server_without_memory_saver` in test_sglang.py sends the requests to a real server.
 """
 
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from fake_servers import answer_to_get, generated, open_rollouts
-from fakes import TINY, TINY_ALPHABET, TINY_MODEL, collect, tiny_params, tiny_problems
-from sglang_servers import SGLangServer, require_sglang, running
+from fakes import TINY_MODEL, collect, tiny_params, tiny_problems
 
 from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import ConfigError
-from poly_epo_jax.model import hf
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.groups import Rollouts
 from poly_epo_jax.rollouts.servers.client import ServerSampler
 from poly_epo_jax.rollouts.servers.served_weights import ServedWeights
 from poly_epo_jax.rollouts.sglang import dialect
-from poly_epo_jax.rollouts.sglang.dialect import SGLANG
-from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.system.http_client import ServerError, open_client
+from poly_epo_jax.system.http_client import ServerError
 from poly_epo_jax.types import Sampling, SupportsSleep
 
 URL = "http://a"
@@ -174,28 +168,3 @@ def test_staleness_is_rejected():
     config.update_from_flattened_dict({"train.staleness": 1, "algo.importance_cap": 2.0})
     with pytest.raises(ConfigError, match=r"set train\.staleness=0"):
         SAMPLERS["sglang"].open(TINY_MODEL, make_mesh(1, 1, 1), (1,), read_config(config), sleep=True)
-
-
-@pytest.mark.slow
-def test_a_real_server(tmp_path: Path):
-    require_sglang()
-    model, tokenizer = tmp_path / "model", build_character_tokenizer(TINY_ALPHABET)
-    hf.save_pretrained(model, tiny_params(9), TINY, dtype="float32", eos_token_id=1, tokenizer=tokenizer)
-    flags = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--context-length", "512")
-
-    async def request(url: str) -> list[Any]:
-        async with open_client(60.0) as client:
-            with pytest.raises(ServerError, match="--enable-memory-saver"):
-                await SGLANG.sleep(client, url)
-            with pytest.MonkeyPatch.context() as without_check:
-                without_check.setattr(dialect, "_check_memory_saver", lambda client, url: asyncio.sleep(0))
-                await SGLANG.sleep(client, url)
-                await SGLANG.sleep(client, url)  # The server is already asleep.
-            before = (await SGLANG.model_info(url)).weight_version
-            await SGLANG.pause(client, url)
-            await SGLANG.pause(client, url)  # The server is already awake.
-            await SGLANG.resume(client, url)
-            return [before, (await SGLANG.model_info(url)).weight_version]
-
-    with running([SGLangServer(model, tmp_path / "server.log", *flags)]) as (server,):
-        assert asyncio.run(request(server.url)) == [dialect.ASLEEP, dialect.EMPTY]
