@@ -57,7 +57,8 @@ def batches(experience: Experience, count: int) -> list[Batch]:
 
 
 def hard_batches(count: int, sampler: RandomLetters | None = None, **changes: Any) -> list[Batch]:
-    settings = GRPO | {"train.prompts_per_batch": 5, "train.max_draws": 50, "train.num_steps": count} | changes
+    few = {"train.prompts_per_batch": 5, "train.num_generations": 2}
+    settings = GRPO | few | {"train.max_draws": 50, "train.num_steps": count} | changes
     return batches(tiny_experience(tiny_config(**settings), sampler or Hard(), problems=TWENTY), count)
 
 

@@ -44,7 +44,8 @@ class ForkServer:
         command = [sys.executable, __file__]
         # Without buffers, `select` reports each unread line.
         self._server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, bufsize=0)
-        self._pid, self._code = 0, None
+        assert self._server.stdout
+        self._stdout, self._pid, self._code = self._server.stdout, 0, None
 
     def start(
         self,
@@ -76,13 +77,13 @@ class ForkServer:
 
     def poll(self) -> int | None:
         """Returns the exit code of the command, or None while it is running."""
-        is_known = self._code is not None or select.select([self._server.stdout], [], [], 0)[0]
+        is_known = self._code is not None or select.select([self._stdout], [], [], 0)[0]
         return self.wait() if is_known else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the command and returns its exit code, which is negative if a signal terminated it."""
         if self._code is None:
-            if not select.select([self._server.stdout], [], [], timeout)[0]:
+            if not select.select([self._stdout], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("command", timeout or 0)
             self._code = int(self._line())
         return self._code
@@ -100,14 +101,13 @@ class ForkServer:
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        assert self._server.stdin and self._server.stdout
+        assert self._server.stdin
         self._server.stdin.close()
         self._server.wait()
-        self._server.stdout.close()
+        self._stdout.close()
 
     def _line(self) -> bytes:
-        assert self._server.stdout
-        return self._server.stdout.readline()
+        return self._stdout.readline()
 
 
 def _child(module: str, arguments: list[str], log: str, errors: str, folder: str, variables: dict[str, str]) -> None:
