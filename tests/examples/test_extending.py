@@ -97,7 +97,7 @@ def test_all_files_are_covered():
 
 
 def test_a_single_turn_task(train: Train, folder: Path):
-    small = {key: value for key, value in SHORT.items() if key != "task.options"}
+    small = {key: value for key, value in SHORT.items() if key != "task.options"} | {"base.clean_steps": 150}
     train("my_sums.py", "my-sums", **small)
     rows, found = read_rows(folder / "runs/my-sums" / GENERATIONS), {}
     for row in rows:
@@ -228,7 +228,8 @@ def test_an_evaluation_metric(train: Train, typed: Callable[..., str], folder: P
 
 
 def test_a_logged_metric(train: Train, folder: Path):
-    first, last = train("my_counter.py", "my-counter", **EVALUATED)
+    # Each task has its own base policy. This one need not be correct.
+    first, last = train("my_counter.py", "my-counter", **EVALUATED | {"base.clean_steps": 60})
     before, _ = rows_of(folder / "runs/my-counter", "eval/degenerate_fraction")
     assert first["task/invalid_responses"] == pytest.approx(
         64 * (before["eval/degenerate_fraction"] + first["clusters/degenerate_fraction"])
