@@ -114,8 +114,8 @@ def test_a_repeated_problem_has_other_responses(staleness: int):
             return Clustering(np.zeros(len(group.generations), np.int32))
 
     changes = {"train.max_draws": 60, "train.staleness": staleness, "train.num_generations": 16}
-    settings = GRPO | {"train.prompts_per_batch": 5, "train.num_steps": 3} | changes
-    found = batches(tiny_experience(tiny_config(**settings), Long(), judge=Same(), problems=TWENTY), 3)
+    settings = GRPO | {"train.prompts_per_batch": 5, "train.num_steps": 2} | changes
+    found = batches(tiny_experience(tiny_config(**settings), Long(), judge=Same(), problems=TWENTY), 2)
     for batch in found:
         assert batch.counts["data/drawn"] == 60 and not batch.trained[0]
         texts = [tuple(same(graded.group.generations)) for graded in batch.graded]
