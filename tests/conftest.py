@@ -17,9 +17,9 @@ if os.environ.setdefault("POLY_EPO_TEST_PLATFORM", "cpu") == "cpu":
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
 # launch/test.sh all installs torch here for comparisons. Processes that tests start must not find it.
 sys.path.append(os.path.join(sys.prefix, "torch"))
-# Test processes and later runs share compiled programs. With a size limit, files in use are locked.
+# Test files and later runs share compiled programs. The folders have no size limit: with a limit, JAX reads the sizes
+# and times of all files, and locks the folder, whenever it writes a program.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
-os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 10**9))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 from types import SimpleNamespace
@@ -34,6 +34,12 @@ from jaxtyping import install_import_hook
 MAX_MEMORY_MAPS = 20_000
 """Number of memory maps of a test process above which the programs of finished test files are released."""
 
+COMPILED = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+"""Folder of compiled programs, which has a folder for each test file, and one for the processes of each worker."""
+
+# Without a lock, a process could read a program that another process is writing.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED / worker)
 install_import_hook("poly_epo_jax", "beartype.beartype")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if os.environ["POLY_EPO_TEST_PLATFORM"] != "cpu":
@@ -66,13 +72,9 @@ def pytest_collection_finish() -> None:
 def compiled_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Caches all compiled programs, including small programs, which take most of the test time.
 
-    Each test file has a separate folder, to which only one worker writes. Locks, which take longer than compiling small
-    programs, are therefore not required.
+    Each test file has a separate folder, to which only one worker writes.
     """
-    jax.config.update(
-        "jax_compilation_cache_dir", os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], request.path.stem)
-    )
-    jax.config.update("jax_compilation_cache_max_size", -1)
+    jax.config.update("jax_compilation_cache_dir", str(COMPILED / request.path.stem))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     compilation_cache.reset_cache()
     yield
@@ -98,10 +100,13 @@ def abandoned_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Settings that make all training runs of the session share base policies and compiled programs."""
+    """Settings that make all training runs of the session share base policies, and those of a worker their programs.
+
+    JAX does not write programs atomically. Another worker could read an incomplete file.
+    """
     mine = tmp_path_factory.getbasetemp()
     session = mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine
-    return {"base.cache_dir": session / "base", "compilation_cache_dir": session / "compiled"}
+    return {"base.cache_dir": session / "base", "compilation_cache_dir": mine / "compiled"}
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import halting
 import pytest
-from halting import HaltPoint
+from fakes import until
+from fork_server import ForkServer
 from training_runs import SETTINGS, Run, as_flags, environment, rows_of
 
 import poly_epo_jax
@@ -60,14 +59,12 @@ asyncio.new_event_loop().run_until_complete(notebook())  # asyncio.run would han
 CELL = "from poly_epo_jax import get_config, run\nconfig = get_config()\nconfig.workdir = 'cell'\nrun(config)"
 
 
-def start(
-    code: str, settings: dict, folder: Path, *cells: str, variables: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.Popen[str]:
+def start(code: str, settings: dict, folder: Path, *cells: str) -> subprocess.Popen[str]:
     text = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
     return subprocess.Popen(
         [sys.executable, "-c", SMALL.format(settings=text) + code, json.dumps(cells)],
         cwd=folder,
-        env={**environment(path=ROOT), **variables},
+        env=environment(path=ROOT),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -121,10 +118,10 @@ def test_the_readme_example_trains_in_a_script(tmp_path: Path, caches: dict[str,
 
 
 @pytest.mark.slow
-def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict[str, Path]):
+def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict[str, Path], fork_server: ForkServer):
     """The thread of a notebook already runs an event loop."""
     settings = caches | {"train.num_steps": 3}
-    command = Run(tmp_path, "command", settings)
+    command = Run(tmp_path, "command", settings, server=fork_server)
     command.finish()
     process = start(IN_A_NOTEBOOK, SETTINGS | settings, tmp_path, CELL)
     _, err = process.communicate(timeout=halting.SECONDS)
@@ -133,39 +130,19 @@ def test_a_notebook_writes_the_bytes_of_the_command(tmp_path: Path, caches: dict
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("default_signals")
-def test_interrupting_a_kernel_saves_the_last_step(tmp_path: Path, caches: dict[str, Path]):
-    halt = HaltPoint(tmp_path / "halted", "push 3")
-    code = f"sys.path.append({str(halting.FILE.parent)!r}); import halting; halting.install()\n{IN_A_NOTEBOOK}"
-    process = start(code, SETTINGS | caches | {"train.num_steps": 5}, tmp_path, CELL, variables=halt.variables)
-    try:
-        halt.wait(process)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=halting.SECONDS)
-    finally:
-        process.kill()
-    assert "KeyboardInterrupt" in err and "Ctrl-C: Saved after step 3." in err
-    assert any((tmp_path / "cell" / "checkpoints").glob("[0-9]*"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [(signal.SIGINT, 130, "Ctrl-C: Rerun the command to resume.\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
 )
 def test_a_signal_ends_the_fit_of_a_base_policy(
-    tmp_path: Path, caches: dict[str, Path], number: signal.Signals, code: int, message: str
+    fork_server: ForkServer, tmp_path: Path, caches: dict[str, Path], number: signal.Signals, code: int, message: str
 ):
     fit = {"base.clean_steps": 10**6, "base.cache_dir": tmp_path / "base", "workdir": tmp_path / "run"}
-    config = f"--config={ROOT / 'configs/polynomial.py'}"
-    command = [sys.executable, "-m", "poly_epo_jax.main", config, *as_flags(SETTINGS | caches | fit)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment(path=ROOT), stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout and "base policy, demonstrations 1/1000000" in process.stdout.readline()
-        process.send_signal(number)
-        _, err = process.communicate(timeout=halting.SECONDS)
-    assert process.returncode == code and err.endswith(message)
+    flags, log, errors = as_flags(SETTINGS | caches | fit), tmp_path / "log", tmp_path / "errors"
+    fork_server.start("poly_epo_jax.main", ["--config=configs/polynomial.py", *flags], log, errors)
+    asyncio.run(until(lambda: log.exists() and "base policy, demonstrations 1/1000000" in log.read_text()))
+    fork_server.send_signal(number)
+    assert fork_server.wait(halting.SECONDS) == code and errors.read_text().endswith(message)
     assert [path.suffix for path in (tmp_path / "base").iterdir()] == [".lock"]
     assert not (tmp_path / "run/checkpoints").exists()
 
@@ -227,7 +204,7 @@ asyncio.new_event_loop().run_until_complete(notebook())
 def test_the_training_state_is_freed_although_a_notebook_keeps_the_exception(tmp_path: Path, caches: dict[str, Path]):
     process = start(KEPT_EXCEPTIONS, SETTINGS | caches | {"eval.every": 0}, tmp_path)
     out, err = process.communicate(timeout=halting.SECONDS)
-    assert process.returncode == 0, err
+    assert process.returncode == 0 and "Ctrl-C: Saved after step 3." in err, err
     found = {name: (live, text) for name, live, text in (json.loads(row) for row in out.splitlines() if row[0] == "[")}
     last_lines = {name: text.rstrip().rpartition("\n")[2] for name, (_, text) in found.items()}
     assert last_lines == {

@@ -4,8 +4,8 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from fakes import PATIENCE, TINY, tiny_params
+from fork_server import ForkServer
 from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
@@ -320,17 +321,11 @@ def test_a_run_with_a_corrupted_configuration_is_not_resumed(tmp_path: Path, err
     ],
     ids=["method", "key", "model"],
 )
-def test_an_error_terminates_the_process_without_traceback(arguments: list[str], words: list[str], tmp_path: Path):
-    devices = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+def test_an_error_terminates_the_process_without_traceback(
+    fork_server: ForkServer, arguments: list[str], words: list[str], tmp_path: Path
+):
     folders = [f"--config.workdir={tmp_path / 'run'}", f"--config.compilation_cache_dir={tmp_path / 'compiled'}"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "poly_epo_jax.main", *arguments, *folders],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": devices},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ended = fork_server.run("poly_epo_jax.main", [*arguments, *folders])
     assert ended.returncode == 1
     assert ended.stdout == ""
     text = checked_message(ended.stderr.removesuffix("\n"))
@@ -373,8 +368,18 @@ def small_config(folder: Path, **changes: Any) -> ConfigDict:
     return config
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short run, its base policy and its compiled programs."""
+    folder = tmp_path_factory.mktemp("finished")
+    main.run(read_config(small_config(folder)))
+    return folder
+
+
 @pytest.mark.slow
-def test_the_resumed_run_repeats_an_interrupted_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_resumed_run_repeats_an_interrupted_evaluation(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     evaluate, calls = main.evaluate_held_out, []
 
     async def interrupted(*arguments: Any) -> dict[str, float]:
@@ -383,9 +388,7 @@ def test_the_resumed_run_repeats_an_interrupted_evaluation(tmp_path: Path, monke
             raise ServerError("The server terminated.")
         return await evaluate(*arguments)
 
-    uninterrupted = tmp_path / "uninterrupted" / "run"
-    main.run(read_config(small_config(tmp_path, workdir=str(uninterrupted))))
-    config = read_config(small_config(tmp_path))
+    config = read_config(small_config(finished, workdir=str(tmp_path / "run")))
     monkeypatch.setattr(main, "evaluate_held_out", interrupted)
     with pytest.raises(ServerError, match="terminated"):
         main.run(config)
@@ -394,7 +397,7 @@ def test_the_resumed_run_repeats_an_interrupted_evaluation(tmp_path: Path, monke
     main.run(config)
     assert len(calls) == 4  # before the first step, after step 2 twice, and after the last step
     for name in ("metrics.jsonl", "generations.jsonl"):
-        assert (tmp_path / "run" / name).read_bytes() == (uninterrupted / name).read_bytes()
+        assert (tmp_path / "run" / name).read_bytes() == (finished / "run" / name).read_bytes()
 
 
 def test_a_base_policy_is_created_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -425,11 +428,9 @@ def test_a_base_policy_is_created_atomically(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_short_run_writes_its_folder_and_can_be_extended(tmp_path: Path):
-    config = small_config(tmp_path)
-    main.run(read_config(config))
-
-    run = tmp_path / "run"
+def test_a_short_run_writes_its_folder_and_can_be_extended(finished: Path, tmp_path: Path):
+    config, run = small_config(finished), tmp_path / "run"
+    shutil.copytree(finished / "run", run)
     assert json.loads((run / "config.json").read_text()) == json.loads(config.to_json())
     rows = [(row["step"], "eval/reward" in row) for row in read_rows(run / "metrics.jsonl")]
     assert rows == [(0, True), (1, False), (2, False), (2, True), (3, False), (3, True)]
@@ -470,7 +471,7 @@ def test_a_short_run_writes_its_folder_and_can_be_extended(tmp_path: Path):
     ).encode("y=x:")
     assert export.main([str(run), str(tmp_path / "other"), "--step", "1"]) == 2  # only 2 and 3 were kept
 
-    longer = small_config(tmp_path, **{"train.num_steps": 4, "log.generations_every": 1})
+    longer = small_config(finished, **{"workdir": str(run), "train.num_steps": 4, "log.generations_every": 1})
     main.run(read_config(longer))
     assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4]
     assert [row["step"] for row in rows_of(run, "eval/reward")] == [0, 2, 3, 4]

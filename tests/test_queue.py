@@ -158,7 +158,7 @@ class Thirds(Delayed):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_refilled_batches_train_on_the_same_problems_at_any_staleness(staleness: int):
     """A group after the last trained group stays in the queue: it is neither discarded nor drawn again."""
-    refill: dict[str, Any] = REFILL | {"train.max_draws": 60}
+    refill: dict[str, Any] = REFILL | {"train.max_draws": 60, "train.num_generations": 2}
     found = queue_batches(staleness, 24, Thirds(), **refill)
     order, position = tiny_experience(tiny_config(), problems=TWENTY).problems, 0
     for step, batch in enumerate(found, start=1):

@@ -57,7 +57,8 @@ def batches(experience: Experience, count: int) -> list[Batch]:
 
 
 def hard_batches(count: int, sampler: RandomLetters | None = None, **changes: Any) -> list[Batch]:
-    settings = GRPO | {"train.prompts_per_batch": 5, "train.max_draws": 50, "train.num_steps": count} | changes
+    few = {"train.prompts_per_batch": 5, "train.num_generations": 2}
+    settings = GRPO | few | {"train.max_draws": 50, "train.num_steps": count} | changes
     return batches(tiny_experience(tiny_config(**settings), sampler or Hard(), problems=TWENTY), count)
 
 
@@ -113,8 +114,8 @@ def test_a_repeated_problem_has_other_responses(staleness: int):
             return Clustering(np.zeros(len(group.generations), np.int32))
 
     changes = {"train.max_draws": 60, "train.staleness": staleness, "train.num_generations": 16}
-    settings = GRPO | {"train.prompts_per_batch": 5, "train.num_steps": 3} | changes
-    found = batches(tiny_experience(tiny_config(**settings), Long(), judge=Same(), problems=TWENTY), 3)
+    settings = GRPO | {"train.prompts_per_batch": 5, "train.num_steps": 2} | changes
+    found = batches(tiny_experience(tiny_config(**settings), Long(), judge=Same(), problems=TWENTY), 2)
     for batch in found:
         assert batch.counts["data/drawn"] == 60 and not batch.trained[0]
         texts = [tuple(same(graded.group.generations)) for graded in batch.graded]

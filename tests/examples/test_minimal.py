@@ -54,7 +54,7 @@ def config(caches: dict[str, Path]) -> Config:
     """Returns the default configuration with a smaller policy and one update per step."""
     changes: dict[str, Any] = {key: value for key, value in SETTINGS.items() if key.startswith("base.")}
     changes |= {
-        "base.clean_steps": 300,
+        "base.clean_steps": 100,
         "base.cache_dir": str(caches["base.cache_dir"]),
         "train.num_steps": NUM_STEPS,
         "train.prompts_per_batch": NUM_PROMPTS,

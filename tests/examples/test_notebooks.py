@@ -130,8 +130,6 @@ def test_the_quick_start_notebook(tmp_path: Path, caches: dict[str, Path]):
 
 @pytest.mark.slow
 def test_the_notebook_of_accelerators_with_the_tiny_policy(tmp_path: Path, caches: dict[str, Path]):
-    # JAX warns if a folder with a size limit contains programs of a process without a limit, as the shared one does.
-    caches = caches | {"compilation_cache_dir": tmp_path / "compiled"}
     cells = code_of(ROOT / "notebooks" / "free_accelerators.ipynb")
     code = "\n".join(cells)
     small = {key: value for key, value in SETTINGS.items() if key != "task.options"} | caches

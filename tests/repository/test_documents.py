@@ -359,7 +359,7 @@ def user(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     (copy / ".venv" / "bin" / "pip").symlink_to(programs / "pip")
     # The variables of conftest.py and the packages that only tests install are removed. XLA_FLAGS for fast compilation
     # are added below, except for benchmarks, whose programs are compiled once and executed often.
-    test_variables = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE")
+    test_variables = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in test_variables}
     environment |= VARIABLES | user_variables("setuptools") | {"PATH": f"{programs}:{os.environ['PATH']}"}
 

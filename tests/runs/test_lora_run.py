@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from fork_server import ForkServer
 from safetensors.numpy import load_file
 from training_runs import Run, rows_of
 
@@ -24,22 +25,22 @@ from poly_epo_jax.startup.trained_policy import open_trained_policy
 
 pytestmark = pytest.mark.slow
 
-LAST_STEP = 12
+LAST_STEP = 8
 CHANGES = {
     "lora.rank": 4,
     "sampling.correlated": True,  # the points of a group must be the same after a restart
     "algo.kl_coef": 0.01,
     "train.num_steps": LAST_STEP,
     "train.prompts_per_minibatch": 8,  # one update per step
-    "checkpoint.every": 5,
-    "eval.every": 6,
+    "checkpoint.every": 3,
+    "eval.every": 4,
     "optimizer.learning_rate": 5e-3,
 }
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
-    run = Run(tmp_path_factory.mktemp("lora"), "uninterrupted", CHANGES | caches)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path], fork_server: ForkServer) -> Run:
+    run = Run(tmp_path_factory.mktemp("lora"), "uninterrupted", CHANGES | caches, server=fork_server)
     run.finish()
     return run
 
@@ -53,10 +54,10 @@ def test_the_adapter_trains(uninterrupted: Run):
     assert rows[0]["policy/reference_kl"] < 1e-6 < rows[-1]["policy/reference_kl"]
 
 
-def test_a_killed_and_resumed_run_writes_the_same_bytes(uninterrupted: Run):
-    interrupted = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes)
-    assert interrupted.stop("push 7", signal.SIGKILL) == [-signal.SIGKILL]
-    assert interrupted.checkpoints() == [5]
+def test_a_killed_and_resumed_run_writes_the_same_bytes(uninterrupted: Run, fork_server: ForkServer):
+    interrupted = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes, server=fork_server)
+    assert interrupted.stop("push 5", signal.SIGKILL) == [-signal.SIGKILL]
+    assert interrupted.checkpoints() == [3]
     interrupted.finish()
     for name in ("metrics.jsonl", "generations.jsonl"):
         assert interrupted.bytes(name) == uninterrupted.bytes(name)

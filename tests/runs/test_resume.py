@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from fork_server import ForkServer
 from training_runs import Run, rows_of
 
 from poly_epo_jax.config.keys import ModelSection
@@ -16,22 +17,24 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.startup.trained_policy import open_trained_policy
 
-LAST_STEP, CHECKPOINT_EVERY = 24, 5
+LAST_STEP, CHECKPOINT_EVERY = 12, 3
 CHANGES = {
     "algo.num_sets": 20,  # sets are sampled with a key, which must be the same after a restart
     "algo.kl_coef": 0.01,  # requires the same initial policy after a restart
     "train.refill": True,
     "train.num_steps": LAST_STEP,
     "checkpoint.every": CHECKPOINT_EVERY,
-    "eval.every": 8,
+    "eval.every": 4,
 }
 REPRODUCED = ("metrics.jsonl", "generations.jsonl")
 
 
-def test_a_killed_and_resumed_run_writes_the_same_bytes(tmp_path: Path, caches: dict[str, Path]):
+def test_a_killed_and_resumed_run_writes_the_same_bytes(
+    tmp_path: Path, caches: dict[str, Path], fork_server: ForkServer
+):
     """A short form of the slow tests below."""
     changes = CHANGES | caches | {"train.num_steps": 4, "checkpoint.every": 2, "eval.every": 4}
-    uninterrupted, killed = Run(tmp_path, "uninterrupted", changes), Run(tmp_path, "killed", changes)
+    uninterrupted, killed = (Run(tmp_path, name, changes, server=fork_server) for name in ("uninterrupted", "killed"))
     uninterrupted.finish()
     assert killed.stop("update 4", signal.SIGKILL) == [-signal.SIGKILL]
     assert killed.checkpoints() == [2]
@@ -45,20 +48,21 @@ def test_a_killed_and_resumed_run_writes_the_same_bytes(tmp_path: Path, caches: 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, caches: dict[str, Path]) -> Run:
+    """Not a fork, so that the order of its sets of strings differs from that of the interrupted run."""
     run = Run(tmp_path_factory.mktemp("resume"), "uninterrupted", CHANGES | caches)
     run.finish()
     return run
 
 
 @pytest.fixture(scope="module")
-def interrupted(uninterrupted: Run) -> Run:
+def interrupted(uninterrupted: Run, fork_server: ForkServer) -> Run:
     """Killed twice, once while a checkpoint is written, then stopped with SIGTERM, then finished."""
-    run = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes)
-    assert run.stop("update 4", signal.SIGKILL) == [-signal.SIGKILL]
+    run = Run(uninterrupted.folder.parent, "interrupted", uninterrupted.changes, server=fork_server)
+    assert run.stop("update 2", signal.SIGKILL) == [-signal.SIGKILL]
     assert run.stop(f"commit {2 * CHECKPOINT_EVERY}", signal.SIGKILL) == [-signal.SIGKILL]
     assert run.checkpoints() == [CHECKPOINT_EVERY] and run.logged_steps()[-1] == 2 * CHECKPOINT_EVERY
 
-    assert run.stop("update 18", signal.SIGTERM) == [128 + signal.SIGTERM]
+    assert run.stop("update 8", signal.SIGTERM) == [128 + signal.SIGTERM]
     (message,) = [line for line in run.log().splitlines() if line.startswith("SIGTERM")]
     assert message == f"SIGTERM: Saved after step {run.checkpoints()[-1]}. Rerun the command to resume."
     assert run.logged_steps() == list(range(run.checkpoints()[-1] + 1))
@@ -72,7 +76,7 @@ def test_the_run_learns(uninterrupted: Run):
     rows = read_rows(uninterrupted.folder / "metrics.jsonl")
     trained, evaluated = ([row for row in rows if name in row] for name in ("reward", "eval/reward"))
     assert [row["step"] for row in trained] == list(range(1, LAST_STEP + 1))
-    assert [row["step"] for row in evaluated] == [0, 8, 16, 24]
+    assert [row["step"] for row in evaluated] == [0, 4, 8, 12]
     assert len(rows) == len(trained) + len(evaluated)
     assert sum(row["policy/update_norm"] > 0 for row in trained) > LAST_STEP / 2
     assert any(row["advantage"] for row in read_rows(uninterrupted.folder / "generations.jsonl"))
@@ -123,11 +127,13 @@ def kept_checkpoints(values: dict[int, float], every: int, last_step: int) -> li
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_survives_a_kill_between_saving_and_deletion(tmp_path: Path, caches: dict[str, Path]):
+def test_the_best_checkpoint_survives_a_kill_between_saving_and_deletion(
+    tmp_path: Path, caches: dict[str, Path], fork_server: ForkServer
+):
     changes = CHANGES | caches | {"train.num_steps": 9, "checkpoint.every": 5, "eval.every": 1, "checkpoint.keep": 1}
     metric = "eval/incorrect_clusters@8"  # neither the first nor the last evaluation has its highest value
     changes |= {"checkpoint.best": metric, "optimizer.schedule": "constant", "optimizer.learning_rate": 5e-3}
-    uninterrupted, killed = Run(tmp_path, "uninterrupted", changes), Run(tmp_path, "killed", changes)
+    uninterrupted, killed = (Run(tmp_path, name, changes, server=fork_server) for name in ("uninterrupted", "killed"))
     uninterrupted.finish()
     values = {row["step"]: row[metric] for row in rows_of(uninterrupted.folder, metric)}
     kept = kept_checkpoints(values, 5, 9)

@@ -1,4 +1,4 @@
-"""Tests of studies with real runs: reproducibility after interruption, and failures of single runs."""
+"""Tests of studies with real runs: reproducibility after interruption and with a failed run."""
 
 import signal
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 import halting
 import jax
 import pytest
+from fork_server import ForkServer
 from halting import HaltPoint
 from training_runs import SETTINGS, environment
 
@@ -41,11 +42,11 @@ class Started:
             f"        settings={settings!r}, baseline='grpo', evaluation=Evaluation(num_generations=8),\n"
             f"        folder={str(self.folder)!r})\n"
         )
-        self._arguments = arguments
+        self.arguments = [str(self._file), *arguments]
 
     def start(self, halt: HaltPoint | None = None) -> "subprocess.Popen[bytes]":
         """Starts the command. If `halt` is not None, the run that reaches it waits there."""
-        command = [sys.executable, "-m", "poly_epo_jax.study", str(self._file), *self._arguments]
+        command = [sys.executable, "-m", "poly_epo_jax.study", *self.arguments]
         with self._log.open("ab") as log:
             variables = environment() | (halt.variables if halt else {})
             return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
@@ -95,9 +96,16 @@ def test_finished_study_is_not_changed(whole: Started):
     assert read_attempts(whole.folder) == attempts
 
 
-def test_resumed_study_produces_identical_files(whole: Started, caches: dict[str, Path], default_signals: None):
-    """Stopped once by SIGTERM, after which runs save, and once by SIGKILL, after which active runs continue."""
-    study = Started(whole.folder.parent, "broken", caches, BOTH, ["--num_parallel=1"])
+def test_resumed_study_with_a_failed_run_produces_identical_files(
+    whole: Started, caches: dict[str, Path], default_signals: None
+):
+    """Stopped once by SIGTERM, after which runs save, and once by SIGKILL, after which active runs continue.
+
+    The second of three runs fails, and does not stop the study.
+    """
+    poly_epo, grpo = (f"{name!r}: PAPER_METHODS[{name!r}]" for name in ("poly_epo", "grpo"))
+    methods = f"{{{poly_epo}, 'broken': {{'train.max_prompt_tokens': 1}}, {grpo}}}"
+    study = Started(whole.folder.parent, "resumed", caches, methods, ["--num_parallel=1"])
     halt = HaltPoint(study.folder.with_name("halted"), "push 3")
     process = study.start(halt)
     halt.wait(process, log=study.log)
@@ -115,29 +123,26 @@ def test_resumed_study_produces_identical_files(whole: Started, caches: dict[str
     process.kill()
     process.wait()
     halt.resume()
-    assert study.finish() == 0, study.log()
+    assert study.finish() == 1, study.log()
     for name in RUNS:
         for file in ("metrics.jsonl", "generations.jsonl"):
             assert (study.run(name) / file).read_bytes() == (whole.run(name) / file).read_bytes()
     stages = [(row["run"], row["stage"], row["exit"]) for row in read_attempts(study.folder)]
     assert stages[0] == (f"polynomial/{RUNS[0]}", "train", 128 + signal.SIGTERM)
     assert stages.count((f"polynomial/{RUNS[0]}", "evaluate", 0)) == 1
+    failed, last = "polynomial/broken-lr0.001-seed0", study.log().splitlines()
+    assert [stage for stage in stages if stage[0] == failed] == [(failed, "train", 1)] * 2
+    assert any(line.startswith(f"{failed}: train failed after") for line in last)
+    assert any(line.startswith(f"Error: 1 of 3 runs failed: {failed}.") for line in last)
+    assert "<b>2 of 3 runs finished</b>" in (study.folder / "report" / "report.html").read_text()
 
 
-def test_failed_run_does_not_stop_the_study(whole: Started, caches: dict[str, Path]):
-    methods = "{'broken': {'train.max_prompt_tokens': 1}, **{'grpo': PAPER_METHODS['grpo']}}"
-    study = Started(whole.folder.parent, "failing", caches, methods)
-    assert study.finish() == 1
-    last = study.log().splitlines()
-    assert any(line.startswith("polynomial/broken-lr0.001-seed0: train failed after") for line in last)
-    assert any(line.startswith("Error: 1 of 2 runs failed: polynomial/broken-lr0.001-seed0.") for line in last)
-    assert (study.run(RUNS[1]) / "metrics.jsonl").read_bytes() == (whole.run(RUNS[1]) / "metrics.jsonl").read_bytes()
-    assert "<b>1 of 2 runs finished</b>" in (study.folder / "report" / "report.html").read_text()
-
-
-def test_invalid_settings_are_reported_before_runs_start(whole: Started, caches: dict[str, Path]):
-    study = Started(whole.folder.parent, "mistaken", caches, "{'grpo': {'algo.loss': 'ppo'}, 'b': {'algo.los': 1}}")
-    assert study.finish() == 2
-    first, second = [line for line in study.log().splitlines() if line.startswith("Error: ")]
+def test_invalid_settings_are_reported_before_runs_start(
+    fork_server: ForkServer, tmp_path: Path, caches: dict[str, Path]
+):
+    study = Started(tmp_path, "mistaken", caches, "{'grpo': {'algo.loss': 'ppo'}, 'b': {'algo.los': 1}}")
+    ended = fork_server.run("poly_epo_jax.study", study.arguments)
+    assert ended.returncode == 2
+    first, second = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
     assert first.startswith("Error: polynomial/grpo-lr0.001-seed0: algo.loss='ppo'") and "algo.los;" in second
     assert not study.folder.exists()

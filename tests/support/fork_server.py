@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ IMPORTED = [
 
 
 class ForkServer:
-    """Runs one command at a time: `start` it, send signals to its process id, and `wait` for its end; or `run` it.
+    """Runs one command at a time: `start` it, and use the server like its `subprocess.Popen`; or `run` it.
 
     Args:
       variables: Environment variables of the commands in addition to those of this process.
@@ -46,11 +47,19 @@ class ForkServer:
         }
         pipe = subprocess.PIPE
         command = [sys.executable, __file__]
-        self._server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
-        self._pid = 0
+        # Without buffers, `select` reports each unread line.
+        self._server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, bufsize=0)
+        assert self._server.stdout
+        self._stdout, self._pid, self._code = self._server.stdout, 0, None
 
     def start(
-        self, module: str, arguments: Sequence[str], log: Path, errors: Path | None = None, folder: Path = ROOT
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        errors: Path | None = None,
+        folder: Path = ROOT,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> int:
         """Starts `python -m module arguments`.
 
@@ -59,21 +68,30 @@ class ForkServer:
           arguments: Command line arguments.
           log: File to which the output is appended.
           errors: File to which stderr is appended. If None, it is appended to `log`.
-          folder: Working directory.
+          folder: Working directory, from which modules can be imported.
+          variables: Additional environment variables.
 
         Returns:
           The process id.
         """
         assert self._server.stdin
         files = [str(log), str(errors or log), str(folder)]
-        self._server.stdin.write(json.dumps([module, list(arguments), *files]) + "\n")
-        self._server.stdin.flush()
-        self._pid = int(self._line())
+        self._server.stdin.write(json.dumps([module, list(arguments), *files, dict(variables)]).encode() + b"\n")
+        self._pid, self._code = int(self._line()), None
         return self._pid
 
-    def wait(self) -> int:
+    def poll(self) -> int | None:
+        """Returns the exit code of the command, or None while it is running."""
+        is_known = self._code is not None or select.select([self._stdout], [], [], 0)[0]
+        return self.wait() if is_known else None
+
+    def wait(self, timeout: float | None = None) -> int:
         """Waits for the command and returns its exit code, which is negative if a signal terminated it."""
-        return int(self._line())
+        if self._code is None:
+            if not select.select([self._stdout], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("command", timeout or 0)
+            self._code = int(self._line())
+        return self._code
 
     def run(self, module: str, arguments: Sequence[str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory() as files:
@@ -81,24 +99,28 @@ class ForkServer:
             self.start(module, arguments, log, errors, folder)
             return subprocess.CompletedProcess([module, *arguments], self.wait(), log.read_text(), errors.read_text())
 
+    def send_signal(self, number: int) -> None:
+        os.kill(self._pid, number)
+
     def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        assert self._server.stdin and self._server.stdout
+        assert self._server.stdin
         self._server.stdin.close()
         self._server.wait()
-        self._server.stdout.close()
+        self._stdout.close()
 
-    def _line(self) -> str:
-        assert self._server.stdout
-        return self._server.stdout.readline()
+    def _line(self) -> bytes:
+        return self._stdout.readline()
 
 
-def _child(module: str, arguments: list[str], log: str, errors: str, folder: str) -> None:
+def _child(module: str, arguments: list[str], log: str, errors: str, folder: str, variables: dict[str, str]) -> None:
     for stream, file in ((1, log), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)
+    os.environ.update(variables)
+    sys.path[0] = folder  # as with `python -m`
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP, and background shells ignore SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)

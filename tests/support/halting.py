@@ -8,13 +8,12 @@ waits.
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ml_collections import ConfigDict
 
@@ -24,6 +23,12 @@ from poly_epo_jax.system.signals import StopSignal
 FILE = Path(__file__)
 SECONDS = 1200.0  # Timeout of waits. It is never reached in a test that passes.
 AT, HALTED = "POLY_EPO_HALT_AT", "POLY_EPO_HALTED"
+
+
+class Process(Protocol):
+    """A process started with `subprocess.Popen` or with `ForkServer`."""
+
+    def poll(self) -> int | None: ...
 
 
 class HaltPoint:
@@ -39,7 +44,7 @@ class HaltPoint:
         for one in (file, _resumed(file)):
             one.unlink(missing_ok=True)
 
-    def wait(self, *processes: "subprocess.Popen[Any]", log: Callable[[], str] = lambda: "") -> None:
+    def wait(self, *processes: Process, log: Callable[[], str] = lambda: "") -> None:
         """Waits until a process is halted. All `processes` must keep running. `log` returns their output."""
         deadline = time.monotonic() + SECONDS
         while not self._file.exists():

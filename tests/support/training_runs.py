@@ -11,6 +11,7 @@ from typing import Any
 
 import halting
 from fakes import PATIENCE
+from fork_server import ForkServer
 from halting import HaltPoint
 from reserved_ports import reserve_port
 from user_packages import user_variables
@@ -64,23 +65,35 @@ def rows_of(folder: Path, metric: str = "reward") -> list[Row]:
     return [row for row in read_rows(folder / METRICS) if metric in row]
 
 
+Process = subprocess.Popen[bytes] | ForkServer
+
+
 class Run:
     """A run folder in `root` and its processes. Each start of the run has `count` processes."""
 
-    def __init__(self, root: Path, name: str, changes: Mapping[str, Any], count: int = 1):
-        """`changes` include `caches`, so that all runs of the session share base policies and compiled programs."""
+    def __init__(
+        self, root: Path, name: str, changes: Mapping[str, Any], count: int = 1, server: ForkServer | None = None
+    ):
+        """`changes` include `caches`, so that all runs share base policies and compiled programs.
+
+        If `server` is not None, the only process is one of its forks.
+        """
         self.folder, self.count, self._logs = root / name, count, [root / f"{name}-{i}.log" for i in range(count)]
+        self._server = server
         self.changes = dict(changes)
         self._flags = as_flags(SETTINGS | self.changes | {"workdir": self.folder})
         self._environment = environment()
 
-    def start(self, halt: HaltPoint | None = None, halted: int = 0) -> list[subprocess.Popen[bytes]]:
+    def start(self, halt: HaltPoint | None = None, halted: int = 0) -> Sequence[Process]:
         """Starts all processes. If `halt` is not None, the process with the index `halted` waits there."""
+        flags = [f"--config={halting.FILE if halt else 'configs/polynomial.py'}", *self._flags]
+        if self._server is not None:
+            self._server.start("poly_epo_jax.main", flags, self._logs[0], variables=halt.variables if halt else {})
+            return [self._server]
         coordinator = f"127.0.0.1:{reserve_port()}"
         # By default, the coordinator of JAX listens on every interface.
         environment = self._environment | {"JAX_COORDINATOR_BIND_ADDRESS": coordinator}
-        command = [sys.executable, "-m", "poly_epo_jax.main"]
-        command += [f"--config={halting.FILE if halt else 'configs/polynomial.py'}", *self._flags]
+        command = [sys.executable, "-m", "poly_epo_jax.main", *flags]
         processes = []
         for index, log in enumerate(self._logs):
             hosts = (
@@ -152,7 +165,7 @@ class Run:
         return self._logs[index].read_text()
 
 
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[Process]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
