@@ -97,7 +97,8 @@ case $device in
   *) echo "Error: DEVICE must be gpu or cpu, but is $device." >&2; exit 2 ;;
 esac
 
-is_listening() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+# Without a subshell: bash 5.2 may hang if it receives a signal with a handler while it creates one.
+is_listening() { { : <>"/dev/tcp/127.0.0.1/$1"; } 2>/dev/null; }
 declare -A port_of=()
 [ "$judges" = 0 ] || port_of[judge]=$((port + (servers > 10 ? servers : 10)))
 for ((i = 0; i < servers; i++)); do port_of[policy-$i]=$((port + i)); done
