@@ -92,7 +92,7 @@ def test_the_doctor_passes_servers_with_other_weights(servers, served, tmp_path)
     found = {one.name: one for one in findings}
     for server in servers:
         one = found[f"server {server.url}"]
-        assert one.status == "passed" and one.figures["mean difference"] < 1e-4
+        assert one.status == "passed" and float(one.figures["mean difference"]) < 1e-4
     assert not any((tmp_path / "w").glob("*"))
 
 
