@@ -34,7 +34,7 @@ class ForkServer:
     """Runs one command at a time: `start` it, and use the server like its `subprocess.Popen`; or `run` it.
 
     Args:
-      variables: Environment variables of the commands in addition to those of this process.
+      variables: Environment variables of the imports and of all commands, in addition to those of this process.
     """
 
     def __init__(self, variables: Mapping[str, str] = MappingProxyType({})):
