@@ -78,7 +78,7 @@ def get_config(config_string: str = "poly_epo") -> ConfigDict:
     # The prompt is a chat turn. Base models may end their turn with either token.
     config.model.stop_strings = ("<|im_end|>", "<|endoftext|>")
     config.model.dtype = "bfloat16"
-    config.model.remat = "full"
+    config.model.remat = "auto"
     config.model.scan_unroll = 1
 
     config.task.name = "math"

@@ -17,9 +17,9 @@
 # Servers and trainer share GPUs, because on-policy training alternates between generation and training. The 141 GB of
 # an H200 are divided as follows:
 #   - Trainer: fraction 0.36, 51 GB. The float32 weights, gradients and two Adam moments of Qwen3-4B take 4.02e9 x 16
-#     bytes = 64 GB, 16 GB on each of the four GPUs. With full rematerialization, the activations saved for the 16,384
-#     tokens of a microbatch take 3 GB per device. The head, its gradient and a chunk of logits take 6 GB. The total of
-#     bench --plan is 25 GB. The remaining memory can be used for more rows.
+#     bytes = 64 GB, 16 GB on each of the four GPUs. model.remat=auto selects "attention", which saves activations of
+#     8 GB per device for the 16,384 tokens of a microbatch. The head, its gradient and a chunk of logits take 6 GB. The
+#     total of bench --plan is 30 GB. With the GPU for itself, the trainer would use "dots" and 63 GB.
 #   - Policy server: fraction 0.50, 70 GB, with 8 GB of bfloat16 weights and 62 GB of KV cache. At 147 KB per token, the
 #     cache holds 420,000 tokens: all 341 concurrent responses of the server if their mean length is below 1,200 tokens,
 #     or 82 responses of maximum length. CUDA graphs and activations take about 6 GB more. Other requests are queued.

@@ -360,7 +360,6 @@ def test_auto_selects_the_least_recomputation_that_fits(share: float):
 
 def test_auto_is_resolved_for_each_mesh_and_printed(capsys):
     config = read_config(polaris.get_config("v6e-8"))
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=AUTO))
     shape = model_shape(config)
     assert shape.remat == plan_of(config, dataclasses.replace(shape, remat=AUTO))[0].remat != AUTO
     console = Console(width=200)
