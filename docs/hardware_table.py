@@ -72,8 +72,8 @@ def _meshes() -> Iterable[str]:
     yield from ("### Machines", "")
     yield (
         "The paper's run on the [machines](configuration.md#machines) on which it fits, with Qwen3-4B and, with the "
-        "same settings, Qwen3-32B. Peaks are for one row, with the rematerialization that `model.remat=auto` selects. "
-        "Servers generate on GPUs, and the trainer on TPUs."
+        "same settings, Qwen3-32B. Peaks are for one row and the rematerialization that `model.remat=auto` selects, "
+        "rows for `full`. Servers generate on GPUs, and the trainer on TPUs."
     )
     yield ""
     sizes = [f"{model.removeprefix('Qwen3-')}: {column}" for model in MODELS for column in (BYTES[1], "rows")]

@@ -35,7 +35,7 @@ from poly_epo_jax.parallel.devices import DEVICES, Device, device_name, device_p
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.command_line import config_parser, run_command
-from poly_epo_jax.startup.prepare import check_memory, check_writable, configure_compiler, model_shape
+from poly_epo_jax.startup.prepare import check_memory, check_writable, configure_compiler, configured_shape, model_shape
 from poly_epo_jax.system.json_files import write_json
 from poly_epo_jax.system.output_folder import user_path
 
@@ -120,7 +120,7 @@ def plan(config: Config, output: Path, every_mesh: bool) -> None:
       ValueError: If the configuration is invalid.
       OSError: If the model configuration cannot be read, or `output` cannot be written.
     """
-    model_config, console = model_shape(config), wide_console()
+    model_config, console = configured_shape(config), wide_console()
     found = (
         print_plans(config, model_config, MESHES, console)
         if every_mesh

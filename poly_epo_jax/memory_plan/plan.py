@@ -90,7 +90,7 @@ def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
       model_config: The model configuration. If its `remat` is AUTO, the plan resolves it.
 
     Returns:
-      The plan, and the maximum number of rows per device that fit.
+      The plan, and the maximum number of rows per device that fit with its `remat`.
 
     Raises:
       ConfigError: If the mesh does not fit the devices or the model.
@@ -98,7 +98,7 @@ def plan_of(config: Config, model_config: ModelConfig) -> tuple[Plan, int]:
     machine, memory_bytes = machine_of(config)
     check_mesh(config.mesh, machine.mesh, dataclasses.asdict(model_config), row_tokens(config))
     plan = make_plan(config, model_config, machine, memory_bytes)
-    return plan, max_rows(config, model_config, machine, memory_bytes)
+    return plan, max_rows(config, dataclasses.replace(model_config, remat=plan.remat), machine, memory_bytes)
 
 
 def machine_of(config: Config) -> tuple[Machine, int | None]:

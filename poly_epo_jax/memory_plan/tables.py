@@ -46,7 +46,8 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
         console.print(table)
     axes = ", ".join(f"{axis} {size}" for axis, size in shown_axes(plan.machine.mesh).items())
     limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
-    hint = f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit else ""
+    others_fit = rows_that_fit not in (0, plan.rows_per_device)
+    hint = f"; train.rows_per_device={rows_that_fit} would fit" if others_fit else ""
     console.print(
         f"Plan: {plan.machine.num_devices} x {plan.machine.device or 'unknown'}, mesh {axes}, "
         f"model.remat={plan.remat}, train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "
@@ -72,7 +73,7 @@ def print_plans(
 
     Args:
       config: The configuration. Its `mesh` section is replaced.
-      model_config: The model configuration. `remat` is taken from `config` and, if it is "auto", chosen for each mesh.
+      model_config: The model configuration. If its `remat` is "auto", it is chosen for each mesh.
       meshes: Meshes by name, as in `config.machines.MESHES`. For a mesh that does not fit the model, the error is
         printed instead.
       console: Console to print to.
@@ -85,7 +86,6 @@ def print_plans(
         for name in ("mesh", "hosts", "device", "axes", "state", "peak", "limit", "stage", "remat", "rows")
     )
     table, found = Table(*columns, box=box.SIMPLE_HEAD), {}
-    model_config = dataclasses.replace(model_config, remat=config.model.remat)  # "auto" is resolved per mesh
     for name, mesh in meshes.items():
         axes = {key: value for key, value in mesh.items() if key in config.mesh}
         try:
@@ -110,9 +110,8 @@ def print_plans(
     console.print(
         "axes: data x fsdp x tensor, and x expert if it is above 1. state: parameters and optimizer moments on each "
         f"device. peak: maximum memory of a device, with train.rows_per_device={config.train.rows_per_device}, reached "
-        "in the given stage. limit: memory that JAX may use. rows: largest train.rows_per_device that fits and that "
-        "a minibatch can fill, with rows of "
-        f"{row_tokens(config):,} tokens (0 = not even one row fits)."
+        "in the given stage. limit: memory that JAX may use. rows: largest train.rows_per_device that fits with this "
+        f"remat and that a minibatch can fill, with rows of {row_tokens(config):,} tokens (0 = not even one row fits)."
     )
     return found
 

@@ -85,7 +85,7 @@ def prepare(config: Config) -> Prepared:
     judge = training_judge(config, task)
     for size in {config.train.num_generations, min_group(config)}:
         check_estimator(config.algo, size)
-    model_config = _configured_shape(config, task)
+    model_config = configured_shape(config, task)
     if max_sequence_tokens(config) > model_config.max_position:
         raise ConfigError(
             f"train.max_prompt_tokens={config.train.max_prompt_tokens} and sampling.max_tokens="
@@ -107,17 +107,13 @@ def configure_compiler(config: Config) -> None:
 
 
 def model_shape(config: Config) -> ModelConfig:
-    """Returns the model configuration of a run, without loading weights.
-
-    Without `model.path`, the configuration is taken from `config.base`. Otherwise, it is read from the model's folder
-    or, if the folder does not exist, from a preset. A model of the Hub that has no preset is downloaded. With
-    `model.remat=auto`, the memory plan determines `remat`.
+    """Returns the model configuration of a run, as `configured_shape`. With `model.remat=auto`, the memory plan
+    determines `remat`.
 
     Raises:
-      ValueError, OSError: If the model does not exist, or if the mesh does not fit the devices or, with `auto`, the
-        model.
+      ValueError, OSError: As `configured_shape`, or if the mesh does not fit the devices or, with `auto`, the model.
     """
-    model_config = _configured_shape(config, None if config.model.path else make_task(config.task))
+    model_config = configured_shape(config)
     return (
         dataclasses.replace(model_config, remat=plan_of(config, model_config)[0].remat)
         if model_config.remat == AUTO
@@ -125,14 +121,24 @@ def model_shape(config: Config) -> ModelConfig:
     )
 
 
-def _configured_shape(config: Config, task: Task | None) -> ModelConfig:
-    """Returns the model configuration with `remat` as configured. Without `model.path`, it depends on the task."""
+def configured_shape(config: Config, task: Task | None = None) -> ModelConfig:
+    """Returns the model configuration of a run with `remat` as configured, without loading weights.
+
+    Without `model.path`, the configuration is taken from `config.base`. Otherwise, it is read from the model's folder
+    or, if the folder does not exist, from a preset. A model of the Hub that has no preset is downloaded.
+
+    Args:
+      config: Configuration of the run.
+      task: The run's task, on which the model depends without `model.path`. If None, it is made if necessary.
+
+    Raises:
+      ValueError, OSError: If the model or the task does not exist.
+    """
     compute = (
         config.model.compute_options | {"max_sequence_tokens": max_sequence_tokens(config)} | lora_fields(config.lora)
     )
     if not config.model.path:
-        assert task is not None
-        return dataclasses.replace(base_shape(config.base, task), **compute)
+        return dataclasses.replace(base_shape(config.base, task or make_task(config.task)), **compute)
     if not Path(config.model.path).is_dir() and has_preset(config.model.path):
         found = preset_config(config.model.path, **compute)
     else:

@@ -33,7 +33,7 @@ from poly_epo_jax.parallel.devices import DEVICES, Machine, device_name
 from poly_epo_jax.parallel.mesh import AXES, RULES, check_mesh, fill_mesh, nearest_mesh
 from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.set_rl import ppo_clip_loss
-from poly_epo_jax.startup.prepare import check_memory, model_shape
+from poly_epo_jax.startup.prepare import check_memory, configured_shape, model_shape
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.step.objective import UpdateObjective
 from poly_epo_jax.step.packing import microbatch_rows
@@ -363,7 +363,8 @@ def test_auto_is_resolved_for_each_mesh_and_printed(capsys):
     shape = model_shape(config)
     assert shape.remat == plan_of(config, dataclasses.replace(shape, remat=AUTO))[0].remat != AUTO
     console = Console(width=200)
-    found = print_plans(config, shape, {name: MESHES[name] for name in ("v6e-1", "h200x16")}, console)
+    unresolved = configured_shape(config)
+    found = print_plans(config, unresolved, {name: MESHES[name] for name in ("v6e-1", "h200x16")}, console)
     assert found["v6e-1"]["remat"] == "full" and found["h200x16"]["remat"] in ("dots", "none")
     assert print_plan(*plan_of(config, shape), console)["remat"] == shape.remat
     assert f"model.remat={shape.remat}, train.rows_per_device=1" in capsys.readouterr().out

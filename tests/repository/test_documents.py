@@ -135,7 +135,7 @@ RULES = (
     Rule(
         "python -m poly_epo_jax.bench --config=configs/polaris.py:v5p-16 --plan",
         says="Plan: 8 x v5p, mesh data 1, fsdp 8, tensor 1, model.remat=dots, train.rows_per_device=1 of 16,384 "
-        "tokens: 61 GB of 95 GB on each device; train.rows_per_device=1 would fit.",
+        "tokens: 61 GB of 95 GB on each device.",
     ),
     Rule("python -m poly_epo_jax.bench --config=configs/polynomial.py", says="Written to runs/bench.json."),
     Rule("python -m poly_epo_jax.bench --plan --config=configs/polaris.py:v5p-32", says="Plan: 16 x v5p"),
