@@ -84,20 +84,21 @@ def found() -> dict[Point, dict[str, Any]]:
 
 
 def table() -> Iterator[str]:
-    """Yields the lines of the table, in Markdown, in the order of POINTS."""
-    columns = ("machine", "model", "layers", "compiled, GB", "planned, GB", "s per row", "MFU of the update")
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
+    """Yields the lines of the table, in Markdown, one for each machine and number of layers."""
+    yield f"| machine | {' | '.join(f'{model}: GB | plan | s per row' for model in RECIPES)} |"
+    yield "|---" * (1 + 3 * len(RECIPES)) + "|"
     results = found()
-    for point in filter(results.get, POINTS):
-        row = results[point]
-        cells = [point.machine, point.model]
-        if "error" in row:
-            cells += [point.num_layers or "all", f"not compiled: {row['error']}", "", "", ""]
-        else:
-            cells += [row["layers"], *(f"{row[key] / 1e9:.1f}" for key in ("bytes", "planned_bytes"))]
-            cells += [f"{row['seconds_per_row']:.3g}", f"{row['mfu']:.0%}"]
-        yield f"| {' | '.join(map(str, cells))} |"
+    for machine, num_layers in dict.fromkeys(
+        (point.machine, point.num_layers) for point in filter(results.get, POINTS)
+    ):
+        cells = [machine if num_layers else f"{machine}, all layers"]
+        for row in (results.get(Point(machine, model, num_layers), {}) for model in RECIPES):
+            if "bytes" in row:
+                cells += [*(f"{row[key] / 1e9:.1f}" for key in ("bytes", "planned_bytes"))]
+                cells += [f"{row['seconds_per_row']:.3g}"]
+            else:
+                cells += [f"not compiled: {row['error']}" if row else "", "", ""]
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

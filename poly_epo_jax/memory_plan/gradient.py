@@ -89,12 +89,14 @@ def _head(model_config: ModelConfig, machine: Machine, tokens: int) -> dict[str,
     shared = min(chunk, model_config.hidden_size) * model_config.vocab_size
     hidden = tokens // machine.mesh["tensor"] * model_config.hidden_size
     sums, logits = "head gradient sums", "logits of a chunk"
+    # Programs that sum the head gradient over devices hold the sum and its input.
+    is_summed = (is_tpu and machine.mesh["fsdp"] > 4) or (machine.platform == "gpu" and machine.mesh["data"] > 1)
     return _terms(
         _Array("gathered head", head, value_bytes, not is_parameter),
         _Array(sums, head, FLOAT32_BYTES, is_trained),  # Sum over all chunks.
         # Gradient of one chunk, before it is added to the sum. Matmuls on GPUs add it without storing it.
         _Array(sums, head, FLOAT32_BYTES, is_trained and machine.platform != "gpu"),
-        _Array(sums, head, FLOAT32_BYTES, is_trained and is_tpu and machine.mesh["fsdp"] > 4),  # Sum over devices.
+        _Array(sums, head, FLOAT32_BYTES, is_trained and is_summed),
         _Array(logits, chunk_logits, FLOAT32_BYTES),
         # Gradient of the logits. Programs for TPUs have no separate buffer for it.
         _Array(logits, chunk_logits, FLOAT32_BYTES if is_cpu else value_bytes, not is_tpu),
