@@ -85,19 +85,15 @@ def found() -> dict[Point, dict[str, Any]]:
 
 def table() -> Iterator[str]:
     """Yields the lines of the table, in Markdown, one for each machine and number of layers."""
-    yield f"| machine | {' | '.join(f'{model}: GB | plan | s per row' for model in RECIPES)} |"
-    yield "|---" * (1 + 3 * len(RECIPES)) + "|"
+    yield f"| machine | {' | '.join(f'{model}: GB, s per row' for model in RECIPES)} |"
+    yield "|---" * (1 + len(RECIPES)) + "|"
     results = found()
-    for machine, num_layers in dict.fromkeys(
-        (point.machine, point.num_layers) for point in filter(results.get, POINTS)
-    ):
+    lines = dict.fromkeys((point.machine, point.num_layers) for point in filter(results.get, POINTS))
+    for machine, num_layers in lines:
         cells = [machine if num_layers else f"{machine}, all layers"]
         for row in (results.get(Point(machine, model, num_layers), {}) for model in RECIPES):
-            if "bytes" in row:
-                cells += [*(f"{row[key] / 1e9:.1f}" for key in ("bytes", "planned_bytes"))]
-                cells += [f"{row['seconds_per_row']:.3g}"]
-            else:
-                cells += [f"not compiled: {row['error']}" if row else "", "", ""]
+            compiled = f"{row['bytes'] / 1e9:.1f}, {row['seconds_per_row']:.2g}" if "bytes" in row else ""
+            cells.append(compiled or (f"not compiled: {row['error']}" if row else ""))
         yield f"| {' | '.join(cells)} |"
 
 

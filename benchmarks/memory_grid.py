@@ -228,7 +228,7 @@ def held_bytes(plan: Plan, compiled: Mapping[str, Any]) -> int:
 
 def table() -> Iterator[str]:
     """Yields the lines of the table, in Markdown."""
-    columns = ("device", "model", "trained", "remat", "rows", "mesh", "compiled, GB", "planned, GB", "ratio")
+    columns = ("device", "model", "trained", "remat", "rows", "mesh", "compiled, GB", "planned, GB")
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for point, compiled in found().items():
@@ -236,7 +236,7 @@ def table() -> Iterator[str]:
         rows = f"{point.rows} x {point.row_tokens:,}"
         mesh = ", ".join(f"{axis} {size}" for axis, size in plan.machine.mesh.items() if size > 1)
         held, planned = held_bytes(plan, compiled), plan.stage_bytes("gradient")
-        sizes = f"{held / 1e9:.1f} | {planned / 1e9:.1f} | {planned / held:.2f}"
+        sizes = f"{held / 1e9:.1f} | {planned / 1e9:.1f}"
         yield f"| {plan.machine.device} | {point.model} | {trained} | {point.remat} | {rows} | {mesh} | {sizes} |"
 
 

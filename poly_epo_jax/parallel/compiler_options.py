@@ -23,7 +23,13 @@ _TPU_OPTIONS: dict[str, bool | str] = {
 # overlap the gathers with matmuls. However, newer compilers reject it on all TPUs except v5e because results may be
 # incorrect, and in combination with splash attention it produced NaN on a v6e (jax-ml/jax#38741).
 
-COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {"v5p": _TPU_OPTIONS, "v6e": _TPU_OPTIONS}
+_V6E_OPTIONS = _TPU_OPTIONS | {
+    # Memory for the tiles of a fusion, of the 128 MiB on the chip. XLA estimates 13% less time for the gradient of two
+    # layers of Qwen3-4B on a v6e-8, but compiles three times as long.
+    "xla_tpu_scoped_vmem_limit_kib": "98304",
+}
+
+COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {"v5p": _TPU_OPTIONS, "v6e": _V6E_OPTIONS}
 """XLA options by device, for devices on which the defaults slow down the compiled programs of an update."""
 
 
