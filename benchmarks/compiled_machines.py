@@ -9,6 +9,7 @@ launch/compiler_env.sh. Two layers take one to three CPU minutes, and all layers
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ def compile_point(point: Point) -> dict[str, Any]:
 
     Returns:
       The number of layers, bytes of the gradient program as compiled and as planned, estimated seconds of the gradient
-      of a row, MFU of the update, and the version of JAX; or the last line of the compiler's error.
+      of a row, MFU of the update, and the version of JAX; or the first line of the compiler's error.
     """
     environment = "gpu" if MESHES[point.machine]["device_kind"] in GPU_SPECS else "tpu"
     # Variables of other programs, such as flags for CPUs, must not change the compiled programs.
@@ -63,7 +64,8 @@ def compile_point(point: Point) -> dict[str, Any]:
         command += [f"--num_layers={point.num_layers}", f"--output={folder}/found.json"]
         ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
         if ended.returncode:
-            return {"error": (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1][:300]}
+            errors = re.findall(r"^[\w.]*Error: .*", ended.stderr, re.MULTILINE)
+            return {"error": (errors or [f"exit code {ended.returncode}"])[-1][:300]}
         found = json.loads(Path(folder, "found.json").read_text())
     gradient = found["programs"]["gradient"]
     return {

@@ -46,8 +46,9 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
         console.print(table)
     axes = ", ".join(f"{axis} {size}" for axis, size in shown_axes(plan.machine.mesh).items())
     limit = f" of {amount(plan.memory_bytes)}" if plan.memory_bytes else ""
-    others_fit = rows_that_fit not in (0, plan.rows_per_device)
-    hint = f"; train.rows_per_device={rows_that_fit} would fit" if others_fit else ""
+    hint = (
+        f"; train.rows_per_device={rows_that_fit} would fit" if rows_that_fit not in (0, plan.rows_per_device) else ""
+    )
     console.print(
         f"Plan: {plan.machine.num_devices} x {plan.machine.device or 'unknown'}, mesh {axes}, "
         f"model.remat={plan.remat}, train.rows_per_device={plan.rows_per_device} of {plan.row_tokens:,} tokens: "

@@ -25,8 +25,8 @@ from poly_epo_jax.memory_plan.plan import machine_of, make_plan
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.decoding import decoding_weights
 from poly_epo_jax.model.transformer import abstract_model, param_shapes
-from poly_epo_jax.parallel.mesh import check_mesh
-from poly_epo_jax.parallel.sharding import abstract_arrays, host_mesh, make_mesh, param_shardings, replicated
+from poly_epo_jax.parallel.mesh import check_mesh, host_axes
+from poly_epo_jax.parallel.sharding import abstract_arrays, make_mesh, param_shardings, replicated
 from poly_epo_jax.rollouts import SAMPLERS
 from poly_epo_jax.rollouts.embedded import programs
 from poly_epo_jax.rollouts.embedded.slots import TURNOVER, cache_sizes, capacity
@@ -52,17 +52,20 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
       ConfigError: If the machine is unknown, its compiler is not installed, or the mesh is not valid for the model.
       OSError: If the model configuration cannot be read, or `output` cannot be written.
     """
-    config = _on_machine(config, name)
-    devices = preset_devices(MESHES[name])
+    config, preset = _on_machine(config, name), MESHES[name]
+    devices = preset_devices(preset)
     mesh = make_mesh(**config.mesh, available=devices)
+    # XLA compiles for all devices of a topology, so the devices of a process have a topology of their own.
+    host = preset | {"num_devices": len(devices) // preset["processes"], "processes": 1}
+    local_mesh = make_mesh(**dict[str, Any](host_axes(mesh.shape, host["num_devices"])), available=preset_devices(host))
     model_config = model_shape(config)
     model_config = dataclasses.replace(model_config, num_layers=num_layers or model_config.num_layers)
     check_mesh(config.mesh, mesh.shape, dataclasses.asdict(model_config), row_tokens(config))
-    (machine, memory_bytes), rates = machine_of(config), device_rates(MESHES[name], devices)
+    (machine, memory_bytes), rates = machine_of(config), device_rates(preset, devices)
     report = ProgramReport(config, model_config, mesh, rates, make_plan(config, model_config, machine, memory_bytes))
     start = time.perf_counter()
     with console.status("compiling") as status:
-        for program, compiled in _programs(config, model_config, mesh):
+        for program, compiled in _programs(config, model_config, mesh, local_mesh):
             report.add(program, compiled)
             status.update(f"compiling (finished {program})")
     found = {
@@ -95,10 +98,10 @@ def _on_machine(config: Config, name: str) -> Config:
     return dataclasses.replace(config, mesh=mesh)
 
 
-def _programs(config: Config, model_config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
+def _programs(config: Config, model_config: ModelConfig, mesh: Mesh, local_mesh: Mesh) -> Iterator[tuple[str, Any]]:
     yield from compile_update(config, model_config, mesh)
     if SAMPLERS[config.rollouts.name].has_slots:
-        yield from compile_decoding(config, model_config, mesh)
+        yield from compile_decoding(config, model_config, local_mesh)
 
 
 def compile_update(config: Config, model_config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
@@ -118,20 +121,19 @@ def compile_update(config: Config, model_config: ModelConfig, mesh: Mesh) -> Ite
     return ((name, program.compile()) for name, program in lowered.items())
 
 
-def compile_decoding(config: Config, model_config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, Any]]:
+def compile_decoding(config: Config, model_config: ModelConfig, local_mesh: Mesh) -> Iterator[tuple[str, Any]]:
     """Compiles weight conversion and decoding of the embedded sampler for one process, with the largest cache.
 
     Args:
       config: Configuration of the run.
       model_config: Configuration of the model.
-      mesh: Mesh of the run.
+      local_mesh: Mesh of the devices of one process.
 
     Yields:
       Pairs (name, compiled program): the conversion of the weights for decoding, and the loop over tokens.
     """
-    local_mesh, train = host_mesh(mesh), config.train
-    requests = train.prompts_per_batch * train.num_generations
-    num_slots, _ = capacity(local_mesh, config.rollouts.max_concurrent, requests, train.num_generations)
+    train, group = config.train, config.train.num_generations
+    num_slots, _ = capacity(local_mesh, config.rollouts.max_concurrent, train.prompts_per_batch * group, group)
     size = cache_sizes(train.max_prompt_tokens + config.sampling.max_tokens)[-1]
     with jax.set_mesh(local_mesh):
         model = abstract_model(model_config)
@@ -144,10 +146,9 @@ def compile_decoding(config: Config, model_config: ModelConfig, mesh: Mesh) -> I
         state = abstract_arrays(start.out_info, start.compile().output_shardings)
         stop_ids = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated(local_mesh))
         sampling = {name: getattr(config.sampling, name) for name in ("temperature", "top_p", "top_k")}
-        turnover = max(1, num_slots // TURNOVER)
         yield (
             "decode",
             programs.decode.jitted.lower(
-                model_config, weights, state, stop_ids, turnover=turnover, **sampling
+                model_config, weights, state, stop_ids, turnover=max(1, num_slots // TURNOVER), **sampling
             ).compile(),
         )
