@@ -6,16 +6,21 @@ The programs are not run. The tests require the environment of launch/compiler_e
 import json
 import os
 import subprocess
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from configs import polaris
+from poly_epo_jax.bench.aot import command
 from poly_epo_jax.bench.aot.command import compile_for
+from poly_epo_jax.bench.aot.estimate import Rates
 from poly_epo_jax.bench.aot.topology import GPU_SPECS, HOST_SHAPES, TPU_SHAPES, preset_devices
 from poly_epo_jax.config.keys import ConfigError
 from poly_epo_jax.config.machines import MESHES
+from poly_epo_jax.parallel.mesh import AXES
 from poly_epo_jax.startup.read_config import read_config
 
 ROOT = Path(__file__).parents[3]
@@ -26,13 +31,14 @@ DECODED_LOGITS = 64 * 151_936  # Slots of a device, and size of the vocabulary.
 
 
 def compiled(machine: str, output: Path) -> dict:
-    command = [PYTHON, "-m", "poly_epo_jax.bench", f"--config=configs/polaris.py:{machine}"]
-    command += [f"--compile_for={machine}", "--num_layers=2", f"--output={output}"]
-    command += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]  # Shards layers over both axes.
+    words = [PYTHON, "-m", "poly_epo_jax.bench", f"--config=configs/polaris.py:{machine}"]
+    words += [f"--compile_for={machine}", "--num_layers=2", f"--output={output}"]
+    # Shards layers over both axes, and recomputes their forward pass.
+    words += ["--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.model.remat=full"]
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
     # With the lowest effort, XLA compiles four times as fast. What the test checks holds with both efforts.
     variables["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = "-1.0"
-    outcome = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=1200)
+    outcome = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=1200)
     assert outcome.returncode == 0, outcome.stderr
     return json.loads(output.read_text())
 
@@ -72,6 +78,27 @@ def test_every_preset_tpu_has_a_shape():
         sizes = [int(size) for size in TPU_SHAPES[preset["device_kind"], preset["num_devices"]].split("x")]
         along = zip(sizes, HOST_SHAPES[preset["num_devices"] // preset["processes"]], strict=False)
         assert all(size % host == 0 for size, host in along)
+
+
+@pytest.mark.parametrize("name, sizes", [("v5p-8", [4, 4]), ("v6e-16", [16, 4]), ("h200x16", [16, 8])])
+def test_decoding_is_compiled_for_a_topology_of_one_process(
+    name: str, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    meshes, compiled = [], []
+
+    def make_mesh(available: range, device_kind: str = "", num_devices: int = 0, **axes: int) -> SimpleNamespace:
+        assert prod(axes.values()) == len(available)
+        meshes.append(SimpleNamespace(shape={axis: axes.get(axis, 1) for axis in AXES}, size=len(available)))
+        return meshes[-1]
+
+    monkeypatch.setattr(command, "preset_devices", lambda preset: range(preset["num_devices"]))
+    monkeypatch.setattr(command, "make_mesh", make_mesh)
+    monkeypatch.setattr(command, "device_rates", lambda preset, devices: Rates(1.0, 1.0, 1.0, None))
+    monkeypatch.setattr(command, "ProgramReport", lambda *arguments: SimpleNamespace(programs={}, step=dict))
+    monkeypatch.setattr(command, "show_programs", lambda found, console: None)
+    monkeypatch.setattr(command, "_programs", lambda config, shape, *given: compiled.extend(given) or ())
+    compile_for(read_config(polaris.get_config(name)), name, 2, tmp_path / "out.json", Console())
+    assert [mesh.size for mesh in meshes] == sizes and compiled == meshes
 
 
 @pytest.mark.parametrize(
