@@ -94,7 +94,7 @@ def table() -> Iterator[str]:
     for machine, num_layers in lines:
         cells = [machine if num_layers else f"{machine}, all layers"]
         for row in (results.get(Point(machine, model, num_layers), {}) for model in RECIPES):
-            compiled = f"{row['bytes'] / 1e9:.1f}, {row['seconds_per_row']:.2g}" if "bytes" in row else ""
+            compiled = f"{row['bytes'] / 1e9:.1f}, {row['seconds_per_row']:#.2g}" if "bytes" in row else ""
             cells.append(compiled or (f"not compiled: {row['error']}" if row else ""))
         yield f"| {' | '.join(cells)} |"
 

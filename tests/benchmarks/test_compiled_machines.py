@@ -42,7 +42,7 @@ def test_only_missing_programs_of_the_given_machines_are_compiled(
     for _ in range(2):
         machines.main()
     assert compiled == [("v5e-1", "Qwen3-0.6B", 2), ("v5e-1", "Qwen3-4B", 2)]
-    assert capsys.readouterr().out.splitlines()[-1] == "| v5e-1 | 1.0, 0.5 | not compiled: out of memory |"
+    assert capsys.readouterr().out.splitlines()[-1] == "| v5e-1 | 1.0, 0.50 | not compiled: out of memory |"
     monkeypatch.setattr(sys, "argv", ["compiled_machines.py", "v7x-8"])
     with pytest.raises(SystemExit, match="v7x-8"):
         machines.main()
