@@ -4,7 +4,7 @@ Runs `bench --compile_for` with two layers of Qwen3-0.6B (configs/gsm8k.py, whic
 (configs/polaris.py) for each machine of machines.py or each of the given machines, and with all layers of Qwen3-4B for
 FULL. Results are appended to compiled_machines.jsonl. Programs that this file contains are not compiled again: delete
 their lines to compile them again, for example after an upgrade of JAX. Requires both environments of
-launch/compiler_env.sh. Two layers take one to three CPU minutes, and all layers up to ten.
+launch/compiler_env.sh. Two layers take one to four CPU minutes, and all layers up to ten; for v6e, 15 and 20 minutes.
 """
 
 import json
@@ -53,7 +53,7 @@ def compile_point(point: Point) -> dict[str, Any]:
 
     Returns:
       The number of layers, bytes of the gradient program as compiled and as planned, estimated seconds of the gradient
-      of a row, MFU of the update, and the version of JAX; or the first line of the compiler's error.
+      of a row, MFU of the update, and the version of JAX; or the first line of its error.
     """
     environment = "gpu" if MESHES[point.machine]["device_kind"] in GPU_SPECS else "tpu"
     # Variables of other programs, such as flags for CPUs, must not change the compiled programs.

@@ -107,11 +107,11 @@ def configure_compiler(config: Config) -> None:
 
 
 def model_shape(config: Config) -> ModelConfig:
-    """Returns the model configuration of a run, as `configured_shape`. With `model.remat=auto`, the memory plan
-    determines `remat`.
+    """Returns the `configured_shape` of a run. With `model.remat=auto`, the memory plan determines `remat`.
 
     Raises:
-      ValueError, OSError: As `configured_shape`, or if the mesh does not fit the devices or, with `auto`, the model.
+      ValueError, OSError: If the model or the task does not exist, or if the mesh does not fit the devices or, with
+        `auto`, the model.
     """
     model_config = configured_shape(config)
     return (
@@ -129,7 +129,7 @@ def configured_shape(config: Config, task: Task | None = None) -> ModelConfig:
 
     Args:
       config: Configuration of the run.
-      task: The run's task, on which the model depends without `model.path`. If None, it is made if necessary.
+      task: The run's task, on which the model depends without `model.path`. If None, it is created if necessary.
 
     Raises:
       ValueError, OSError: If the model or the task does not exist.

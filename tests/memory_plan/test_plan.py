@@ -366,6 +366,7 @@ def test_auto_is_resolved_for_each_mesh_and_printed(capsys):
     unresolved = configured_shape(config)
     found = print_plans(config, unresolved, {name: MESHES[name] for name in ("v6e-1", "h200x16")}, console)
     assert found["v6e-1"]["remat"] == "full" and found["h200x16"]["remat"] in ("dots", "none")
+    assert plan_of(config, unresolved) == plan_of(config, shape)  # also the number of rows
     assert print_plan(*plan_of(config, shape), console)["remat"] == shape.remat
     assert f"model.remat={shape.remat}, train.rows_per_device=1" in capsys.readouterr().out
 

@@ -55,7 +55,7 @@ def compile_for(config: Config, name: str, num_layers: int, output: Path, consol
     config, preset = _on_machine(config, name), MESHES[name]
     devices = preset_devices(preset)
     mesh = make_mesh(**config.mesh, available=devices)
-    # XLA compiles for all devices of a topology, so the devices of a process have a topology of their own.
+    # XLA only compiles for all devices of a topology. Decoding uses the devices of one process, a separate topology.
     host = preset | {"num_devices": len(devices) // preset["processes"], "processes": 1}
     local_mesh = make_mesh(**dict[str, Any](host_axes(mesh.shape, host["num_devices"])), available=preset_devices(host))
     model_config = model_shape(config)
