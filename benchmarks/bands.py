@@ -100,7 +100,9 @@ def main() -> None:
     parser.add_argument("--reward", default="", choices=BROKEN)
     parser.add_argument("--check", action="store_true", help="check the runs instead of writing the bands")
     options = parser.parse_args()
-    file = BANDS / f"{options.recipe}-poly_epo.json"
+    if not options.check and (options.reward or not options.steps):
+        parser.error("--steps is required without --check, and --reward only works with --check")
+    file = BANDS / f"{options.recipe}-{'poly_epo' if options.check else options.method}.json"
     written = Bands(**json.loads(file.read_text())) if options.check else None
     steps = [int(step) for step in (written.values["eval/reward"] if written else options.steps.split(","))]
     kind = "-".join(filter(None, [options.recipe, options.method, options.reward]))

@@ -171,8 +171,7 @@ class Group:
     @property
     def indices(self) -> list[int]:
         """Indices of `generations` among the N generations."""
-        num_generations = len(self.generations) + len(self.failures)
-        return [index for index in range(num_generations) if index not in self.failures]
+        return [index for index in range(len(self.generations) + len(self.failures)) if index not in self.failures]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

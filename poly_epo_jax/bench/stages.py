@@ -250,8 +250,12 @@ def _write_weights(config: Config, model_config: ModelConfig, params: Params) ->
 def _program_bytes(compiled: Any) -> int:
     """Returns the bytes of a compiled program's arguments, results and temporary arrays on one device."""
     memory = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return held + memory.temp_size_in_bytes
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
 
 
 def _bytes(tree: Any) -> int:

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.check_run.bands import differing_keys, find_bands, summary
-from poly_epo_jax.config.keys import Config
-from poly_epo_jax.config.section import read_section
-from poly_epo_jax.records.run_folder import METRICS, read_config, read_rows
+from poly_epo_jax.config.recipes import recipes
+from poly_epo_jax.config.section import flat
+from poly_epo_jax.records import run_folder
 from poly_epo_jax.startup.config_file import load_config
+from poly_epo_jax.startup.read_config import read_config
+from poly_epo_jax.system.output_folder import check_contents
 from poly_epo_jax.system.signals import exit_code
 
 
@@ -34,17 +36,26 @@ def check_run(run: Path, recipe: str = "") -> bool:
 
     Raises:
       FileNotFoundError: If the folder contains no run.
-      ValueError: If the recipe does not exist, or a file of the run is corrupted.
+      ValueError: If the recipe does not exist, a file of the run is corrupted, or the folder contains links.
     """
-    config = read_config(run)
-    recipe = recipe or config["task"]["name"]
-    expected = json.loads(json.dumps(read_section(Config, load_config(recipe).to_dict()).to_dict()))
+    check_contents(run)
+    config = run_folder.read_config(run)
+    # The folder may come from another person, so that its task must not select a file to execute.
+    if not recipe and (recipe := str(flat(config).get("task.name"))) not in recipes("configs"):
+        raise ValueError(
+            f"{run / run_folder.CONFIG} has task.name={recipe!r}, which is not the name of a recipe; set --config to "
+            "the recipe of the run."
+        )
+    expected = json.loads(json.dumps(read_config(load_config(recipe), training=False).to_dict()))
     changed = differing_keys(config, expected)
-    print(f"configuration: {f'{len(changed)} keys differ from' if changed else 'as in'} the recipe {recipe}")
+    differs = f"differs in {len(changed)} of {len(flat(expected))} keys from" if changed else "as in"
+    print(f"configuration: {differs} the recipe {recipe}")
     for key, (found, wanted) in changed.items():
-        print(f"  {key}: {found!r} instead of {wanted!r}")
+        print(f"  {repr(key)[1:-1]}: {found!r} instead of {wanted!r}")  # a key may contain control characters
     bands = find_bands(expected)
-    compared = bands.compare(read_rows(run / METRICS)) if bands else []
+    if bands and differing_keys(bands.config, expected):
+        bands = None
+    compared = bands.compare(run_folder.read_rows(run / run_folder.METRICS)) if bands else []
     print(f"curves: {summary(bands, compared)}")
     for one in compared:
         print("  step {:<5} {:<40} {:>10}  {:>18}  {}".format(*one.cells()))
@@ -58,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--config", default="", metavar="FILE", help="recipe, or FILE:METHOD,MACHINE (default: that of the task)"
+        "--config",
+        default="",
+        metavar="FILE",
+        help="recipe, or FILE:METHOD,MACHINE (default: the recipe with the name of the task)",
     )
 
     def work() -> int:

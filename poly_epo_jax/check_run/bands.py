@@ -118,18 +118,19 @@ class Bands:
 
 
 def values_at(rows: Sequence[Row], steps: Sequence[int]) -> dict[tuple[str, int], float | None]:
-    """Returns the values of `METRICS` by metric and step, for the steps whose evaluation is logged.
+    """Returns the values of `METRICS` by metric and step, until the last logged evaluation. Missing values are None.
 
     Args:
       rows: Rows of metrics.jsonl.
       steps: Steps of evaluations, in ascending order.
     """
-    evaluated = {row["step"] for row in rows if any(map(is_held_out, row))}
+    last = max((row["step"] for row in rows if any(map(is_held_out, row))), default=0)
     found: dict[tuple[str, int], float | None] = {}
     for previous, step in zip([0, *steps], steps, strict=False):
-        for metric in METRICS if step in evaluated else ():
+        for metric in METRICS if step <= last else ():
             first = step if is_held_out(metric) else previous + 1
-            values = [row[metric] for row in rows if first <= row["step"] <= step and row.get(metric) is not None]
+            logged = (row[metric] for row in rows if metric in row and first <= row["step"] <= step)
+            values = [value for value in logged if isinstance(value, int | float)]
             found[metric, step] = statistics.fmean(values) if values else None
     return found
 
@@ -161,7 +162,7 @@ def find_bands(config: Mapping[str, Any]) -> Bands | None:
 def summary(bands: Bands | None, compared: Sequence[Comparison]) -> str:
     """Returns the result of a check as a sentence: inside, outside, too short, or no bands yet."""
     if bands is None:
-        return "no bands yet for this task and method."
+        return "no bands yet for this recipe."
     if not compared:
         first = next(iter(next(iter(bands.values.values()))))
         return f"too short for the bands, which begin at the evaluation after step {first}."

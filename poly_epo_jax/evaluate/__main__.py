@@ -84,8 +84,9 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
         label, model = open_model(name, config, mesh)
         models[label] = model
         if model.params is not None:
-            cache = Path(config.compilation_cache_dir) / CHECKED
-            verify_attention_kernel(config.model.attention, model.policy.config, mesh, cache)
+            verify_attention_kernel(
+                config.model.attention, model.policy.config, mesh, Path(config.compilation_cache_dir) / CHECKED
+            )
     num_generations, found, failures = flags.num_generations, [], []
     sampling = Sampling(**config.sampling, seed=config.seed)
     judged = flags.cluster and JUDGES[config.judge.name].clusters

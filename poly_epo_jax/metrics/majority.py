@@ -100,8 +100,7 @@ def answer_entropy(answers: Int[np.ndarray, "problems generations"]) -> Float[np
     al. 2024 (Nature 630, 625-630), where the task decides which answers are equal. Estimates from few generations are
     too low, so only compare estimates from equal numbers of generations.
     """
-    sizes = [np.unique(ids, return_counts=True)[1] for ids in answers]
-    return np.array([entropy(counts) for counts in sizes], dtype=np.float64)
+    return np.array([entropy(np.unique(ids, return_counts=True)[1]) for ids in answers], dtype=np.float64)
 
 
 def cached_majority_at_k(

@@ -67,5 +67,6 @@ def seed_generators(seed: int) -> None:
 
 def new_messages(env: Any) -> str:
     """Returns the messages of the game since the last call, without the player's moves."""
-    messages = env.state.get_current_player_observation()
-    return "\n".join(text.strip() for _, text, kind in messages if kind.name != "PLAYER_ACTION")
+    return "\n".join(
+        text.strip() for _, text, kind in env.state.get_current_player_observation() if kind.name != "PLAYER_ACTION"
+    )

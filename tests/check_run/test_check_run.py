@@ -99,6 +99,10 @@ def test_metrics_of_updates_are_means_since_the_previous_evaluation():
     assert [found["response/truncated", step] for step in (2, 4)] == [0.5, 0.5]
     assert [found["eval/reward", step] for step in (2, 4)] == [0.2, 0.4]
     assert found["eval/pass@8", 2] is None and ("eval/reward", 6) not in found
+    rows = [row for row in rows if row["step"] != 2 or "eval/reward" not in row]
+    rows[-1]["eval/pass@8"] = "0.9"
+    found = values_at(rows, [2, 4])  # a lost evaluation and a text are missing values
+    assert (found["eval/reward", 2], found["eval/reward", 4], found["eval/pass@8", 4]) == (None, 0.4, None)
 
 
 @pytest.mark.parametrize("bands", STORED, ids=[path.stem for path in FILES])
@@ -176,6 +180,44 @@ def test_a_run_in_progress(run: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path)]) == 2
     assert f"{tmp_path} has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", [{"name": "math"}, {"name": ":grpo"}, {"name": "polynomial:grpo"}, {}, "text", None])
+def test_a_task_that_is_not_the_name_of_a_recipe(run: Path, task: Any, capsys: pytest.CaptureFixture[str]):
+    (run / "config.json").write_text(json.dumps({"task": task}))
+    assert main([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "task.name=" in error and "set --config" in error
+
+
+def test_a_folder_of_another_person(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It selects no file to execute, cannot add lines to the output, and contains no links."""
+    (tmp_path / "file.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    config = recipe("polynomial")
+    (run / "config.json").write_text(json.dumps(config | {"task": {"name": str(tmp_path / "file.py")}}))
+    assert main([str(run)]) == 2 and not (tmp_path / "executed").exists()
+    (run / "config.json").write_text(json.dumps(config | {"\x1b[31mkey\ncurves: inside": 1}))
+    assert main([str(run)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("\ncurves: ") == 1 and r"\x1b[31mkey\ncurves: inside: 1 instead of None" in out
+    (run / "elsewhere").symlink_to("/")
+    assert main([str(run)]) == 2
+    assert f"{run / 'elsewhere'} is a link" in capsys.readouterr().err
+
+
+def test_the_bands_are_only_those_of_the_same_recipe(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = load_config("polynomial")
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from poly_epo_jax.startup.config_file import load_config\n\n\ndef get_config():\n"
+        "    config = load_config('polynomial')\n    config.optimizer.learning_rate *= 2\n    return config\n"
+    )
+    config = recipe("polynomial")
+    config["optimizer"]["learning_rate"] = 2 * source.optimizer.learning_rate
+    (run / "config.json").write_text(json.dumps(config))
+    assert main([str(run), f"--config={mine}"]) == 0
+    out = capsys.readouterr().out
+    assert "as in the recipe" in out and "curves: no bands yet" in out
 
 
 def test_the_section_of_a_report(run: Path):

@@ -47,8 +47,9 @@ class ProgramReport:
             config.train, max_prompt_tokens=int(PROMPT_FRACTION * config.train.max_prompt_tokens)
         )
         self._workload = make_workload(dataclasses.replace(config, train=short), model_config.vocab_size, mesh.shape)
-        batches = [batch.segment_ids for minibatch in self._workload.minibatches for batch in minibatch]
-        self._segment_ids = np.concatenate(batches)
+        self._segment_ids = np.concatenate(
+            [batch.segment_ids for minibatch in self._workload.minibatches for batch in minibatch]
+        )
         self.programs: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, compiled: Any) -> None:
