@@ -30,8 +30,9 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
     Returns:
       The plan as JSON-serializable values, see `as_row`.
     """
-    per_device = Column("memory per device", justify="right", no_wrap=True)
-    table = Table("stage", per_device, "largest terms", box=box.SIMPLE_HEAD)
+    table = Table(
+        "stage", Column("memory per device", justify="right", no_wrap=True), "largest terms", box=box.SIMPLE_HEAD
+    )
     for stage, stage_terms in plan.stages.items():
         total = plan.stage_bytes(stage)
         terms = sorted([*plan.resident.items(), *stage_terms.items()], key=lambda term: -term[1])
@@ -56,11 +57,9 @@ def print_plan(plan: Plan, rows_that_fit: int, console: Console, brief: bool = F
         soft_wrap=True,
     )
     if not plan.fits:
-        lower = "train.rows_per_device" if rows_that_fit else "train.row_tokens"
-        advice = f"{more_memory(plan)}, or lower {lower}" if plan.peak_stage == "gradient" else more_memory(plan)
         console.print(
-            f"Warning: a device needs {amount(plan.needed_bytes)} according to this plan, but JAX may use only "
-            f"{amount(plan.memory_bytes or 0)}; {advice}.",
+            f"Warning: a device needs {amount(plan.needed_bytes, 4)} according to this plan, but JAX may use only "
+            f"{amount(plan.memory_bytes or 0, 4)}; {remedy(plan, rows_that_fit)}.",
             soft_wrap=True,
             style="bold yellow",
         )
@@ -141,11 +140,23 @@ def as_row(plan: Plan, rows_that_fit: int) -> dict[str, Any]:
     }
 
 
-def more_memory(plan: Plan) -> str:
-    """Returns the remedy for a plan that does not fit. More CPU devices would not add memory."""
-    return "use a machine or container with more memory" if plan.machine.platform == "cpu" else "use more devices"
+def remedy(plan: Plan, rows_that_fit: int) -> str:
+    """Returns the remedy for a plan that does not fit. More CPU devices would not add memory.
+
+    Args:
+      plan: Memory plan, from `plan_of`.
+      rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
+    """
+    by_stage = {
+        "gradient": f"set train.rows_per_device={rows_that_fit}, or "
+        if rows_that_fit
+        else "lower train.row_tokens, or ",
+        "generate": "lower rollouts.max_concurrent or sampling.max_tokens, or ",
+    }
+    more = "use a machine or container with more memory" if plan.machine.platform == "cpu" else "use more devices"
+    return by_stage.get(plan.peak_stage, "") + more
 
 
-def amount(size: int) -> str:
-    """Formats a number of bytes in GB or, below 0.1 GB, in MB."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+def amount(size: int, digits: int = 3) -> str:
+    """Formats a number of bytes in GB or, below 0.1 GB, in MB, with a number of significant digits."""
+    return f"{size / 1e9:.{digits}g} GB" if size >= 1e8 else f"{size / 1e6:.{digits}g} MB"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import Config, max_sequence_tokens
 from poly_epo_jax.memory_plan.plan import Plan, batch_bytes, plan_of
-from poly_epo_jax.memory_plan.tables import amount, more_memory
+from poly_epo_jax.memory_plan.tables import amount, remedy
 from poly_epo_jax.model import hf
 from poly_epo_jax.model.config import ModelConfig
 from poly_epo_jax.model.lora import check_adapter, lora_fields, trained_pattern
@@ -188,13 +188,9 @@ def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:
             "gradient": f"train.rows_per_device={plan.rows_per_device} of train.row_tokens={plan.row_tokens} tokens",
             "generate": f"rollouts.max_concurrent={config.rollouts.max_concurrent} responses",
         }.get(plan.peak_stage, "the model with its optimizer")
-        advice = {
-            "gradient": f"set train.rows_per_device={rows_that_fit}" if rows_that_fit else "lower train.row_tokens",
-            "generate": "lower it, or sampling.max_tokens",
-        }.get(plan.peak_stage, more_memory(plan))
         raise ConfigError(
-            f"{peak_use} needs {amount(plan.needed_bytes)} of memory per device, but JAX may use only "
-            f"{amount(plan.memory_bytes)}; {advice}."
+            f"{peak_use} needs {amount(plan.needed_bytes, 4)} of memory per device, but JAX may use only "
+            f"{amount(plan.memory_bytes, 4)}; {remedy(plan, rows_that_fit)}."
         )
     if batch_bytes(config) > memory_limit():
         raise ConfigError(

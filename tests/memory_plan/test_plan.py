@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
-from configs import polaris, polynomial
+from configs import gsm8k, polaris, polynomial
 from poly_epo_jax.bench import __main__ as bench
 from poly_epo_jax.config import default
 from poly_epo_jax.config.keys import Config, ConfigError, LoraSection
@@ -388,6 +388,17 @@ def test_a_plan_needs_neither_devices_nor_weights(tmp_path, monkeypatch, capsys)
 def test_a_plan_that_exceeds_the_memory_prints_a_warning(tmp_path, capsys):
     bench.plan(read_config(polaris.get_config("v6e-1")), tmp_path / "plan.json", every_mesh=False)
     assert "Warning: a device needs" in capsys.readouterr().out
+
+
+def test_the_remedy_depends_on_the_stage_and_both_amounts_differ(capsys):
+    config = read_config(gsm8k.get_config("v5e-1"))
+    plan = plan_of(config, preset_config("Qwen3-0.6B", remat="full"))
+    print_plan(*plan, Console(width=200))
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning: ")]
+    with pytest.raises(ConfigError, match=r"rollouts\.max_concurrent=48 ") as error:
+        check_memory(config, *plan)
+    for text in (warning, str(error.value)):
+        assert "16.01 GB" in text and "only 16 GB; lower rollouts.max_concurrent or sampling.max_tokens, or use" in text
 
 
 @pytest.mark.parametrize("device, tolerance", [("h100", 1.0), ("v5p", 1.0), ("", 1.0), ("cpu", 1.1)])
