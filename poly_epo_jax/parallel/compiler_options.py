@@ -82,7 +82,8 @@ class Jit:
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
     """Returns the options for `jax.jit` on the devices of a mesh. Warns about options that the compiler rejects."""
-    device = mesh.devices.flat[0]
+    # A process may be unable to compile for the devices of other processes.
+    device = min(mesh.devices.flat, key=lambda device: device.process_index != jax.process_index())
     return dict(_accepted(device_name(device.device_kind), device)) | deterministic_options()
 
 

@@ -1,9 +1,13 @@
 """Tests that options reach the compiler, and that rejected options are omitted with a warning."""
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from poly_epo_jax.parallel import compiler_options as module
 from poly_epo_jax.parallel.compiler_options import COMPILER_OPTIONS
@@ -31,6 +35,15 @@ def test_rejected_options_are_omitted_with_a_warning(options):
     options(KNOWN | {"xla_there_is_no_such": "1"})
     with pytest.warns(UserWarning, match="xla_there_is_no_such=1"):
         assert module.compiler_options(ONE) == KNOWN
+
+
+def test_options_are_checked_with_a_device_of_this_process(options, monkeypatch):
+    options(KNOWN)
+    others = [SimpleNamespace(process_index=1, device_kind="cpu"), *ONE.devices.flat]
+    checked = []
+    monkeypatch.setattr(module, "_rejection", lambda device, _: checked.append(device))
+    assert module.compiler_options(Mock(spec=Mesh, devices=np.array(others))) == KNOWN
+    assert checked == [*ONE.devices.flat]
 
 
 def test_only_programs_on_gpus_are_deterministic_and_only_if_selected(monkeypatch):
