@@ -2,7 +2,8 @@
 # Manages a TPU pod slice as a queued resource of Google Cloud, with one trainer process per host:
 #
 #   bash launch/tpu.sh create v5p-32             requests the slice; it is ready when `status` prints ACTIVE
-#   bash launch/tpu.sh setup                     copies this working tree to all hosts, and installs it
+#   bash launch/tpu.sh setup                     copies this working tree to all hosts, and installs it, with Python
+#                                                3.12 if the host has no supported version
 #   bash launch/tpu.sh run --config=configs/polaris.py:v5p-32 [--config.KEY=VALUE ...]
 #                                                copies it again, and runs doctor --short; then starts training, which
 #                                                continues if the connection is closed
@@ -22,8 +23,13 @@
 #   bash third_party/sglang/serve.sh gpu Qwen/Qwen3-4B-Instruct-2507 30010 --host 0.0.0.0 \
 #     --constrained-json-disable-any-whitespace
 #
-# Environment variables: NAME (of the slice), ZONE, SHARED, JUDGE_URL, RUNTIME (version of the TPU software; default: the
-# version for v5p or v6e), and SPOT=1 (requests a slice that costs less and may be preempted).
+# Environment variables: NAME (of the slice), ZONE, SHARED, JUDGE_URL, RUNTIME (version of the TPU software; default: that
+# of the type), SPOT=1 (requests a slice that costs less and may be preempted), and PREPARE, a command that `run` executes
+# on all hosts first, for example to mount the shared folder on new or restarted hosts:
+#
+#   PREPARE='mountpoint -q /mnt/shared || { sudo mkdir -p /mnt/shared && sudo mount 10.0.0.2:/share /mnt/shared; }'
+#
+# With several hosts, gcloud requires the key in an ssh-agent: ssh-add ~/.ssh/google_compute_engine
 source "$(dirname "$0")/help.sh"
 set -euo pipefail
 name=${NAME:-poly-epo} shared=${SHARED:-/mnt/shared} log=poly_epo_jax.log
@@ -59,6 +65,8 @@ case $action in
   create)
     type=${1:?is missing; append the slice type, e.g. v5p-32}
     case $type in
+      v4-*) runtime=tpu-ubuntu2204-base ;;
+      v5e-*) type=v5litepod-${type#*-} runtime=v2-alpha-tpuv5-lite ;; # the name of a v5e in Google Cloud
       v5p-*) runtime=v2-alpha-tpuv5 ;;
       v6e-*) runtime=v2-alpha-tpuv6e ;;
       *) runtime=${RUNTIME:?is not set; set it to the version of the TPU software for $type} ;;
@@ -68,7 +76,10 @@ case $action in
     ;;
   setup)
     copy
-    on all "cd poly_epo_jax && source launch/setup_env.sh '[tpu]'"
+    # Images with the software for TPUs may only have Python 3.10.
+    on all "export PATH=\$HOME/.local/bin:\$PATH &&
+      { command -v python3.13 python3.12 python3.11 || { python3 -m pip install uv && uv python install 3.12; }; } &&
+      cd poly_epo_jax && source launch/setup_env.sh '[tpu]'"
     ;;
   run)
     # Flags of the user come last, because they override these defaults. An empty judge.url is rejected if the judge is
@@ -81,6 +92,7 @@ case $action in
       echo "Error: a run is in progress on $name, or a host cannot be reached; end it with: bash launch/tpu.sh stop" >&2
       exit 1
     }
+    [ -z "${PREPARE:-}" ] || on all "$PREPARE"
     copy
     enter="cd poly_epo_jax && source .venv/bin/activate"
     on all "$enter && python -m poly_epo_jax.doctor --short $flags"
@@ -111,5 +123,5 @@ case $action in
   log) on 0 "tail -n 100 -F $log" ;;
   status) gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format='value(state.state)' ;;
   stop) on all "pkill -TERM --full 'poly_epo_jax.(doctor|main)'" ;;
-  delete) gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force ;;
+  delete) gcloud compute tpus queued-resources delete "$name" --zone="$zone" --force --quiet ;; # without a question
 esac

@@ -90,3 +90,18 @@ def test_each_process_gets_the_configuration_of_its_slice(manifest: dict[str, An
     (mount,) = container["volumeMounts"]
     for folder in (config.workdir, config.base.cache_dir, config.compilation_cache_dir):
         assert folder.startswith(mount["mountPath"])
+
+
+def test_a_signal_during_the_doctor_or_the_run_ends_the_container(manifest: dict[str, Any], tmp_path: Path):
+    """The stand-in of Python handles SIGTERM as a run does: it saves, and exits with 143."""
+    _, container = trainer(manifest)
+    environment = {one["name"]: one["value"] for one in container["env"]} | {"JOB_COMPLETION_INDEX": "0"}
+    (tmp_path / "python").write_text(
+        "#!/bin/bash\necho ${2##*.}\n[ ${2##*.} = $STOPPED ] || exit 0\n"
+        "trap 'kill $!; echo saved; exit 143' TERM\nkill -TERM $PPID\nsleep 60 & wait\n"
+    )
+    (tmp_path / "python").chmod(0o755)
+    for stopped, steps in (("doctor", ["doctor"]), ("main", ["doctor", "main"])):
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STOPPED": stopped}
+        ended = subprocess.run(container["command"], env=environment | path, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout.split()) == (143, [*steps, "saved"])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -32,11 +33,16 @@ def tpu(tmp_path: Path):
 
 
 def test_the_runtime_depends_on_the_type_of_the_slice(tpu):
-    for kind, runtime in (("v5p-32", "v2-alpha-tpuv5"), ("v6e-16", "v2-alpha-tpuv6e")):
+    for kind, name, runtime in (
+        ("v4-8", "v4-8", "tpu-ubuntu2204-base"),
+        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5p-32", "v5p-32", "v2-alpha-tpuv5"),
+        ("v6e-16", "v6e-16", "v2-alpha-tpuv6e"),
+    ):
         arguments = tpu("create", kind).stdout.splitlines()
-        assert f"--accelerator-type={kind}" in arguments and f"--runtime-version={runtime}" in arguments
+        assert f"--accelerator-type={name}" in arguments and f"--runtime-version={runtime}" in arguments
     assert "--runtime-version=another" in tpu("create", "v6e-16", RUNTIME="another").stdout
-    assert "RUNTIME: is not set" in tpu("create", "v4-8", RUNTIME="").stderr
+    assert "RUNTIME: is not set" in tpu("create", "tpu7x-8", RUNTIME="").stderr
 
 
 # gcloud with a single host, whose home is the folder $HOST. pgrep finds no processes of other users of this machine.
@@ -60,6 +66,7 @@ def slice_of_one(tmp_path: Path):
         "bin/gcloud": GCLOUD,
         "bin/pgrep": "#!/bin/sh\nexit 1\n",
         "bin/python": PYTHON,
+        "bin/python3.12": "",
         "host/poly_epo_jax/.venv/bin/activate": "",
         "repository/launch/tpu.sh": (LAUNCH / "tpu.sh").read_text(),
         "repository/.gitignore": "/runs/\n",
@@ -112,6 +119,33 @@ def test_tpu_run_copies_local_edits_and_starts_a_detached_run(slice_of_one):
     assert not (copied / "deleted.py").exists() and (copied / "tracked.py").exists()
 
 
+def test_tpu_run_prepares_the_hosts_first(slice_of_one):
+    _, host, run = slice_of_one
+    flags = "--config=configs/polaris.py:v5p-32"
+    assert run(flags, PREPARE="touch prepared && ! [ -e poly_epo_jax.tar.gz ]").returncode == 0
+    assert (host / "prepared").exists()
+    failed = run(flags, PREPARE="echo no mount >&2; false")
+    assert failed.returncode == 1 and "no mount" in failed.stderr and "doctor" not in failed.stdout
+
+
+@pytest.mark.parametrize("installed", ["python3.12", "python3"])
+def test_tpu_setup_installs_python_if_the_host_has_no_supported_version(slice_of_one, tmp_path: Path, installed: str):
+    repository, _, run = slice_of_one
+    (tmp_path / "bin" / "python3.12").unlink()
+    for name in ("bash", "cp", "git", "gzip", "mkdir", "mktemp", "rm", "tar", "touch", "xargs", "dirname"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    for name in (installed, "uv"):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/bash\necho {name} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    (repository / "launch" / "help.sh").touch()
+    (repository / "launch" / "setup_env.sh").write_text("echo setup $1\n")
+    ended = run(action="setup", PATH=str(tmp_path / "bin"))
+    *steps, last = ended.stdout.splitlines()
+    found = [str(tmp_path / "bin" / "python3.12")]
+    assert steps == (found if installed == "python3.12" else ["python3 -m pip install uv", "uv python install 3.12"])
+    assert last == "setup [tpu]", ended.stderr
+
+
 def test_tpu_run_does_not_train_if_the_doctor_fails(slice_of_one):
     repository, host, run = slice_of_one
     (repository / "sick").touch()
@@ -128,7 +162,7 @@ cd "$HOST/.."
 case $4 in
   list) cat state 2>/dev/null || true ;;
   create) echo ACTIVE >state && find host -mindepth 1 -delete && touch ended ;;
-  delete) rm state && touch ended ;;
+  delete) [[ $* == *--quiet* ]] && rm state && touch ended ;; # without the flag, it asks a question
   *) exec bash bin/host_of_gcloud "$@" ;;
 esac
 """
