@@ -66,6 +66,30 @@ def test_stored_outputs_belong_to_the_code(path: Path):
     assert path.stat().st_size < 300_000 and str(ROOT) not in path.read_text() and "/tmp/" not in path.read_text()
 
 
+# A machine without the package. The folder of the clone is not the package, although it has the same name.
+INSTALL = """
+import importlib.machinery, importlib.util, os, subprocess, sys
+importlib.util.find_spec = lambda name: importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])
+subprocess.run = lambda command, check: print(command[-1])
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("folder", ["poly_epo_jax/notebooks", ".", "elsewhere"])
+def test_the_first_cell_installs_the_clone(path: Path, folder: str, tmp_path: Path):
+    clone = tmp_path / "poly_epo_jax"
+    for name in ("poly_epo_jax/notebooks", "poly_epo_jax/poly_epo_jax", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (clone / "poly_epo_jax" / "__init__.py").touch()
+    command = [sys.executable, "-I", "-c", INSTALL, code_of(path)[0]]
+    ended = subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True)
+    if folder != "elsewhere":
+        assert ended.stdout.startswith(str(clone.resolve())) and ended.returncode == 0, ended.stderr
+    else:
+        assert "git+https://" in ended.stdout or "clone the repository first" in ended.stderr
+
+
 @pytest.mark.slow
 def test_the_outputs_of_the_advantages_notebook_are_reproduced_with_the_base_packages(tmp_path: Path):
     path = ROOT / "notebooks" / "advantages.ipynb"
@@ -147,6 +171,12 @@ def test_the_notebook_of_accelerators_with_the_tiny_policy(tmp_path: Path, cache
         assert ("0 failed" in out) == (session == code)
         assert re.search(r"pass@64 +GRPO \S+ .* Poly-EPO .* difference [+-]", out), out
         assert "Warning" not in out + err
-    configs = [json.loads((tmp_path / "runs/accelerator" / name / "config.json").read_text()) for name in METHODS]
+    folder = tmp_path / "runs/accelerator/seed-0"
+    configs = [json.loads((folder / name / "config.json").read_text()) for name in METHODS]
     assert [config["algo"]["advantages"] for config in configs] == ["grpo", "marginal_set"]
     assert configs[0]["seed"] == configs[1]["seed"]
+    kept = {path.parent.name for path in (folder / "models").glob("*/config.json")}
+    assert kept == {*METHODS} and not [*folder.glob("*/checkpoints")]
+    rate = ("settings |= {", 'settings |= {"optimizer.learning_rate": 0.5, ')
+    process = start(IN_A_NOTEBOOK, SETTINGS, tmp_path, code.replace(*rate, 1).replace(checks, ""))
+    assert "results with other settings" in process.communicate(timeout=900)[1] and process.returncode
