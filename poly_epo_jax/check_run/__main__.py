@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--config",
         default="",
         metavar="FILE",
-        help="recipe, or FILE:METHOD,MACHINE (default: the recipe with the name of the task)",
+        help="recipe, or FILE:METHOD,MACHINE (default: the recipe named after the task)",
     )
 
     def work() -> int:
