@@ -29,6 +29,12 @@ is_complete() { # ENV
   [ -x "$1/bin/python" ] && [ ! -e "$1/unfinished" ] && { [ -x "$1/bin/pip" ] || command -v uv >/dev/null; }
 }
 
+lock_installation() { # FILE: waits for other processes that hold the lock; `exec 9>&-` releases it
+  exec 9>>"$1"
+  command -v flock >/dev/null || return 0
+  flock --nonblock 9 || { echo "Waiting for another installation ..." && flock 9; }
+}
+
 make_env() { # ENV PYTHON: replaces an existing environment
   local output tool=("$2" -m venv)
   if command -v uv >/dev/null; then tool=(uv venv --quiet --allow-existing --seed --python "$2"); fi
@@ -82,6 +88,8 @@ make_server_env() { # NAME FOLDER DEVICE
   found=$("$python" --version 2>/dev/null) || found=missing
   [[ $found == "Python $version."* ]] ||
     fail "$1 for $3 requires Python $version, but $python is $found; install it, or select one with $selected=..."
+  lock_installation "$env.lock"
+  [ ! -e "$stamp" ] || return 0
   echo "Installing $1 for $3 into $env (a few minutes) ..."
   make_env "$env" "$python"
   # torch on PyPI requires CUDA libraries. The CPU build is in a separate index.

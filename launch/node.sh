@@ -44,7 +44,7 @@
 #   POLICY_FLAGS         additional flags of sglang.launch_server or vllm serve for policy servers. SGLang respects the
 #                        seeds of generations only with --enable-deterministic-inference, which makes it slower
 #   JUDGE_FLAGS          additional flags of sglang.launch_server or vllm serve for the judge
-#   LOGS                 folder of the server logs; default: runs/logs, or runs/logs/node-N with SLURM
+#   LOGS                 folder of the server logs; default: runs/logs, or runs/logs/job-ID/node-N with SLURM
 #   DEVICE=cpu           test without GPUs, in float32. On CPUs, vLLM does not update output heads that share the weight
 #                        of the embedding, so an untied copy of the policy in LOGS is served and trained
 #
@@ -55,7 +55,11 @@ source "$(dirname "$0")/help.sh"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/processes.sh
-device=${DEVICE:-gpu} server=${SERVER:-sglang} port=${PORT:-30000} logs=${LOGS:-runs/logs${SLURM_NODEID:+/node-$SLURM_NODEID}}
+for program in ps setsid; do # without them, servers could not be stopped
+  command -v "$program" >/dev/null || { echo "Error: $program was not found; install procps and util-linux." >&2; exit 1; }
+done
+device=${DEVICE:-gpu} server=${SERVER:-sglang} port=${PORT:-30000}
+logs=${LOGS:-runs/logs${SLURM_JOB_ID:+/job-$SLURM_JOB_ID}${SLURM_NODEID:+/node-$SLURM_NODEID}}
 visible_gpus() { # prints their number
   if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true

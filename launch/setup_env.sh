@@ -13,6 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environments.sh
 
+if [ -w . ]; then lock_installation .venv.lock; fi
 if ! is_complete .venv || ! is_supported .venv/bin/python; then
   find_python
   make_env .venv "$python"
@@ -37,4 +38,5 @@ if [ ! -e "$versions${1:-}" ]; then
   touch "$versions${1:-}"
 fi
 rm -f .venv/unfinished
+exec 9>&-
 source .venv/bin/activate

@@ -239,10 +239,67 @@ def test_slurm_installs_once_and_starts_every_node(tmp_path: Path, nodes: int, s
         capture_output=True,
         text=True,
     )
-    words = "srun --kill-on-bad-exit=0 --label bash launch/node.sh --config=configs/polaris.py:h200x16"
+    words = "srun --kill-on-bad-exit=0 --wait=0 --label bash launch/node.sh --config=configs/polaris.py:h200x16"
     joined = " --config.hosts.coordinator_address=auto" if nodes > 1 else ""
     assert ended.stdout.splitlines() == [f"{server} gpu", "trainer [gpu]", words + joined], ended.stderr
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize("code", [0, 1, 137, 143])
+def test_slurm_queues_a_job_again_only_if_its_run_was_saved(tmp_path: Path, code: int):
+    for name, text in {
+        "bin/srun": f"#!/bin/sh\nexit {code}\n",
+        "bin/scontrol": '#!/bin/sh\necho scontrol "$@"\n',
+        "launch/setup_env.sh": "",
+        "third_party/sglang/setup.sh": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "1", "SLURM_JOB_ID": "7"}
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", str(LAUNCH / "slurm.sbatch")]
+    ended = subprocess.run(command, env=path | job, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (code, "scontrol requeue 7\n" if code == 143 else "")
+
+
+def test_slurm_signals_the_nodes_and_not_srun():
+    """If srun receives SIGTERM, it sends SIGKILL to all nodes."""
+    text = (LAUNCH / "slurm.sbatch").read_text()
+    assert "#SBATCH --signal=TERM@600\n" in text and "kill" not in re.sub("#.*|--kill-on-bad-exit=0", "", text)
+
+
+@pytest.mark.parametrize("program", ["nvcc", "c++", None])
+def test_sglang_on_a_gpu_finds_its_compilers(tmp_path: Path, program: str | None):
+    folder = tmp_path / "third_party" / "sglang"
+    shutil.copytree(LAUNCH.parent / "third_party" / "sglang", folder, ignore=shutil.ignore_patterns("env-*"))
+    scripts = {"bin/nvcc": "", "bin/c++": "", "bin/bash": "", "bin/dirname": ""}
+    scripts |= {"env-gpu/bin/python": "#!/bin/sh\nninja\n", "env-gpu/bin/ninja": "#!/bin/sh\necho ninja\n"}
+    for name, text in scripts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text or f'#!/bin/sh\nexec {shutil.which(path.name)} "$@"\n')
+        path.chmod(0o755)
+    (folder / "env-gpu" / "installed-1").touch()
+    if program:
+        (folder / "bin" / program).unlink()
+    command = [str(shutil.which("bash")), str(folder / "serve.sh"), "gpu", "a model", "30000"]
+    variables = {"PATH": str(folder / "bin"), "CUDA_HOME": str(tmp_path)}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if program:
+        assert ended.returncode == 1 and ended.stderr.startswith("Error: SGLang requires nvcc and a C++ compiler;")
+    else:
+        assert (ended.returncode, ended.stdout) == (0, "ninja\n"), ended.stderr
+
+
+@pytest.mark.parametrize("missing", ["ps", "setsid"])
+def test_a_node_without_the_programs_that_stop_servers(tmp_path: Path, missing: str):
+    tools = {"bash", "dirname", "ps", "setsid", "sed", "tail"} - {missing}
+    for name in tools:
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    command = [str(shutil.which("bash")), str(LAUNCH / "node.sh"), "--config=configs/polaris.py"]
+    ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.startswith(f"Error: {missing} was not found;")
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "smollm2.sh", "node.sh", "test.sh"])

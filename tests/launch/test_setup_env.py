@@ -3,6 +3,7 @@
 uv is replaced with a script that logs its arguments and runs a given command. pip is real, but has no package index.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -306,3 +307,15 @@ def test_the_shell_of_a_user_keeps_its_options_and_folder(checkout: Checkout):
         assert before[1] == after[1] and "errexitoff" in after[1] and str(checkout.folder / "launch") in after[1]
         assert "fail: not found" in ended.stderr
         assert ended.stdout.splitlines()[-1] == ("" if code else str(checkout.folder / ".venv"))
+
+
+def test_two_jobs_do_not_install_at_the_same_time(checkout: Checkout):
+    (checkout.path / "flock").symlink_to(str(shutil.which("flock")))
+    with (checkout.folder / ".venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = checkout.start()
+        assert process.stdout
+        assert process.stdout.readline() == "Waiting for another installation ...\n"
+        assert not (checkout.folder / "calls").exists()
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and output.splitlines()[-1] == str(checkout.folder / ".venv"), errors

@@ -21,5 +21,12 @@ if [ "$device" = cpu ]; then
   export SGLANG_MAMBA_CONV_DTYPE=float32
   flags+=(--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --dtype float32
     --mem-fraction-static 0.2 --max-total-tokens 65536 --sleep-on-idle)
+else
+  # SGLang compiles kernels when it starts. The environment contains ninja, but no complete CUDA toolkit.
+  export PATH=$here/env-$device/bin:$PATH
+  if ! { command -v "${CUDA_HOME:-${CUDA_PATH:-/usr/local/cuda}}/bin/nvcc" nvcc && command -v "${CXX:-c++}"; } >/dev/null; then
+    echo "Error: SGLang requires nvcc and a C++ compiler; install a CUDA 13 toolkit and g++, or set CUDA_HOME and CXX." >&2
+    exit 1
+  fi
 fi
 exec "$python" -m sglang.launch_server "${flags[@]}" "$@"

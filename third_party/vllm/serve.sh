@@ -25,5 +25,7 @@ if [ "$device" = cpu ]; then
   export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   export VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
   flags+=(--dtype float32 --enforce-eager --max-model-len auto --no-enable-chunked-prefill)
+else
+  export PATH=$here/env-$device/bin:$PATH # contains ninja, with which libraries of vLLM compile kernels
 fi
 exec "$here/env-$device/bin/python" "$here/env-$device/bin/vllm" serve "$model" "${flags[@]}" "$@"
