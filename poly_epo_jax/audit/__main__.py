@@ -31,6 +31,7 @@ from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, lock_ru
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.read_config import make_task
 from poly_epo_jax.system.json_files import append_rows, read_rows as read_json_rows
+from poly_epo_jax.system.output_folder import check_contents
 
 
 def run_audit(config: Config, flags: argparse.Namespace) -> None:
@@ -45,6 +46,7 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
     """
     if not config.audit.every:
         raise ConfigError("audit.every=0 selects no steps; set it to a multiple of log.generations_every.")
+    check_contents(flags.run)
     steps = {row["step"] for row in read_rows(flags.run / GENERATIONS)}
     if not steps:
         raise ConfigError(f"{flags.run} has no logged generations; specify the folder of a training run.")

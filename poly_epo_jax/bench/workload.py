@@ -42,8 +42,7 @@ class Workload:
     @property
     def pad_share(self) -> float:
         """Fraction of padding among the tokens of the update."""
-        segment_ids = [batch.segment_ids for minibatch in self.minibatches for batch in minibatch]
-        return float(np.mean([ids == 0 for ids in segment_ids]))
+        return float(np.mean([batch.segment_ids == 0 for minibatch in self.minibatches for batch in minibatch]))
 
 
 def make_workload(config: Config, vocab_size: int, mesh_shape: Mapping[str, int]) -> Workload:

@@ -40,16 +40,18 @@ def check_run(run: Path, recipe: str = "") -> bool:
     """
     check_contents(run)
     config = run_folder.read_config(run)
-    # The folder may come from another person, so that its task must not select a file to execute.
-    if not recipe and (recipe := str(flat(config).get("task.name"))) not in recipes("configs"):
+    # The folder may come from another person, so that only a recipe of the project is executed without --config.
+    own, name = recipes("configs", only_of_project=True), recipe or str(flat(config).get("task.name"))
+    if not recipe and name not in own:
         raise ValueError(
-            f"{run / run_folder.CONFIG} has task.name={recipe!r}, which is not the name of a recipe; set --config to "
-            "the recipe of the run."
+            f"{run / run_folder.CONFIG} has task.name={name!r}, which is not the name of a recipe of the project; set "
+            "--config to the recipe of the run."
         )
-    expected = json.loads(json.dumps(read_config(load_config(recipe), training=False).to_dict()))
+    loaded = load_config(recipe or str(own[name]))
+    expected = json.loads(json.dumps(read_config(loaded, training=False).to_dict()))
     changed = differing_keys(config, expected)
     differs = f"differs in {len(changed)} of {len(flat(expected))} keys from" if changed else "as in"
-    print(f"configuration: {differs} the recipe {recipe}")
+    print(f"configuration: {differs} the recipe {name}")
     for key, (found, wanted) in changed.items():
         print(f"  {repr(key)[1:-1]}: {found!r} instead of {wanted!r}")  # a key may contain control characters
     bands = find_bands(expected)

@@ -49,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"Error: poly-epo has no command {name}{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
-    if not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())  # as `python -m`, so that configuration files can import modules next to them
+    # Configuration files can import modules next to them. The working folder may be the run of another person, so that
+    # its modules do not replace installed packages, and are not imported by commands that execute no code of the user.
+    if not sys.flags.safe_path and name not in ("report", "check-run", "export", "recipes", "explain"):
+        sys.path.append(os.getcwd())
     sys.argv[1:] = rest
     report_missing_packages()
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)

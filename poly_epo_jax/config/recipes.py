@@ -16,14 +16,20 @@ _PACKAGE = Path(__file__).parents[1]
 _IN_WHEEL: dict[Kind, Path] = {"configs": _PACKAGE / "recipes", "studies": _PACKAGE / "recipes" / "studies"}
 
 
-def recipes(kind: Kind) -> dict[str, Path]:
+def recipes(kind: Kind, only_of_project: bool = False) -> dict[str, Path]:
     """Returns the recipes of a kind by name, in alphabetical order.
 
     Files in the folder `kind` of the working folder take precedence over those of the project, which are in the package
     if it was installed from a wheel, and otherwise in the repository that contains the package.
+
+    Args:
+      kind: Kind of the recipes.
+      only_of_project: Whether files of the working folder are ignored.
     """
     of_project = _IN_WHEEL[kind] if _IN_WHEEL[kind].is_dir() else _PACKAGE.parent / kind
-    found = {path.stem: path for folder in (of_project, Path(kind)) for path in folder.glob("*.py")}
+    found = {
+        path.stem: path for folder in (of_project, *[Path(kind)][only_of_project:]) for path in folder.glob("*.py")
+    }
     return dict(sorted(found.items()))
 
 

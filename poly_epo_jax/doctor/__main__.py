@@ -145,8 +145,9 @@ def _run_check(runner: CheckRunner, check: DoctorCheck, findings: list[Finding],
     try:
         findings += runner.findings(check)
     except (SystemExit, KeyboardInterrupt):
-        message = "the check was interrupted by a signal; run the doctor again"
-        findings.append(Finding(check.name, check.status_on_timeout, message))
+        findings.append(
+            Finding(check.name, check.status_on_timeout, "the check was interrupted by a signal; run the doctor again")
+        )
         raise
     finally:
         if output and runner.is_reporter:

@@ -115,8 +115,9 @@ class ReferenceScorer:
         """
         if dtype not in self._updates:
             model = abstract_model(dataclasses.replace(self.model_config, dtype=dtype))
-            objective = UpdateObjective(set_rl.policy_gradient_loss, self._temperature)
-            self._updates[dtype] = PolicyUpdate(model, self._mesh, objective)
+            self._updates[dtype] = PolicyUpdate(
+                model, self._mesh, UpdateObjective(set_rl.policy_gradient_loss, self._temperature)
+            )
         # Old log-probabilities are not computed for the first minibatch, so these batches form the second one.
         _, filled = self._updates[dtype].with_old_logprobs(self._state, [[], batches])
         return _trained([batch.old_logprobs for batch in filled], batches)

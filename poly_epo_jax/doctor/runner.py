@@ -155,8 +155,9 @@ class CheckRunner:
         started, seconds = time.monotonic(), min(check.timeout_seconds, self._deadline - time.monotonic())
         blocking = [other.name for other in self.timed_out if other.uses_devices]
         if blocking and check.needs_mesh:
-            reason = f"the check {blocking[0]!r} timed out and may still use the devices"
-            found = [Finding(check.name, "skipped", reason)]
+            found = [
+                Finding(check.name, "skipped", f"the check {blocking[0]!r} timed out and may still use the devices")
+            ]
         elif seconds <= 0:
             found = [Finding(check.name, "skipped", "no time was left; run the doctor on an idle machine")]
         else:

@@ -131,7 +131,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
 def _print_results(found: Sequence[dict[str, Any]], num_generations: int, output: Path) -> None:
     for benchmark in dict.fromkeys(one["benchmark"] for one in found):
         shown = [one for one in found if one["benchmark"] == benchmark]
-        Console().print(_table(shown, num_generations))
+        Console(markup=False).print(_table(shown, num_generations))
         if note := omissions(shown):
             print(note)
     if found:

@@ -47,8 +47,9 @@ def bootstrap_interval(
     num_problems, metrics = values.shape[0], values.shape[1:]
     table = _checked_table(values, level)
     # A resampled mean depends only on how often each problem is drawn, so one matrix product computes all means.
-    uniform = np.full(num_problems, 1 / num_problems)
-    counts = np.random.default_rng(seed).multinomial(num_problems, uniform, size=num_resamples)
+    counts = np.random.default_rng(seed).multinomial(
+        num_problems, np.full(num_problems, 1 / num_problems), size=num_resamples
+    )
     means = np.sort(counts / num_problems @ table, axis=0)
 
     centered = table - table.mean(axis=0)

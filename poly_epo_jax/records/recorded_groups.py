@@ -56,6 +56,9 @@ def read_generations(rows: Iterable[Row]) -> list[RecordedGroup]:
 
     Args:
       rows: Rows of a run, an evaluation, or a step of a run.
+
+    Raises:
+      ValueError: If a reward is not between 0 and 1.
     """
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -67,6 +70,8 @@ def read_generations(rows: Iterable[Row]) -> list[RecordedGroup]:
         of_problem = [row for row in rows_of_problem if row["reward"] is not None]  # without failed responses
         if len(of_problem) < min(2, len(rows_of_problem)):
             continue
+        if not all(0 <= row["reward"] <= 1 for row in of_problem):
+            raise ValueError(f"The generations of {name} have a reward that is not between 0 and 1; correct it.")
         of_problem.sort(key=lambda row: row["generation"])
         first, clusters = of_problem[0], tuple(row["cluster"] for row in of_problem)
         are_episodes = all(isinstance(row.get("turns"), list) for row in of_problem)

@@ -111,7 +111,7 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
         shown = judged | {REFERENCE: reference} if isinstance(reference, Mapping) else judged
         write_page(flags.output / "report.html", results, timings, groups, shown, rows)
     for table in console_tables(results):
-        Console().print(table)
+        Console(markup=False).print(table)
     print(f"report: {flags.output / 'report.html'}")
 
 

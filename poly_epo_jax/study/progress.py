@@ -82,8 +82,10 @@ class StudyProgress(Progress):
         self.console.print(f"{text}  ({self._counts()})", markup=False, highlight=False, soft_wrap=True)
 
     def _counts(self) -> str:
-        failed = f", {self._failed} failed" if self._failed else ""
-        return f"{self._finished} of {self._total} runs finished{failed}{self._time_left()}"
+        return (
+            f"{self._finished} of {self._total} runs finished{f', {self._failed} failed' if self._failed else ''}"
+            f"{self._time_left()}"
+        )
 
 
 def _fraction(run: StudyRun) -> float:

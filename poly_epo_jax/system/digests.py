@@ -78,9 +78,9 @@ def check_digests(folder: Path) -> None:
         return
     try:
         written = json.loads((folder / DIGESTS).read_bytes())
-        found = _digests(folder, [name for name in written if (folder / name).is_file()])
+        found = _digests(folder, [name for name in written if "/" not in name and (folder / name).is_file()])
         corrupted = sorted(name for name in written if found.get(name) != written[name])
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OSError, RecursionError):
         corrupted = [DIGESTS]
     if corrupted:
         raise ValueError(

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 from typing import Any, TypeVar
 
+from poly_epo_jax.system.text import printable
+
 T = TypeVar("T")
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctrl-C"}
@@ -180,7 +182,7 @@ def exit_code(
     except (ValueError, OSError, ImportError, *errors) as error:
         if isinstance(error, BrokenPipeError) and _discard_unread_output():
             return 128 + signal.SIGPIPE
-        print(f"Error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"Error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return failed
 
 

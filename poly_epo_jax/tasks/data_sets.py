@@ -38,7 +38,7 @@ def read_data_set(source: str) -> list[dict[str, Any]]:
             f"The dataset {source!r} cannot be reached: {unreachable or error}; check its name, or download it and set "
             "its path."
         ) from None
-    except (ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
         ) from None

@@ -108,8 +108,11 @@ class ToolEpisode:
         environment, self._environment = self._environment, None
         reward = 0.0 if environment is None else await _in_thread(environment.get_reward)
         strategy = CLUSTERS[self._task.clusters](self._calls) if self._calls else None
-        metrics = {"tool_calls": float(len(self._calls)), "failed_tool_calls": float(self._num_failed)}
-        return Outcome(reward, strategy, metrics=metrics)
+        return Outcome(
+            reward,
+            strategy,
+            metrics={"tool_calls": float(len(self._calls)), "failed_tool_calls": float(self._num_failed)},
+        )
 
     async def _reset(self) -> Any:
         name, row = _route(self._task.factory, self._problem.columns)

@@ -205,6 +205,17 @@ def test_a_folder_of_another_person(run: Path, tmp_path: Path, capsys: pytest.Ca
     assert f"{run / 'elsewhere'} is a link" in capsys.readouterr().err
 
 
+def test_recipes_of_the_working_folder_are_only_executed_if_the_user_names_them(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (run / "configs").mkdir()
+    (run / "configs" / "polynomial.py").write_text("raise ValueError('executed')")
+    monkeypatch.chdir(run)
+    assert main(["."]) == 0
+    assert "as in the recipe polynomial" in capsys.readouterr().out
+    assert main([".", "--config=polynomial"]) == 2 and "executed" in capsys.readouterr().err
+
+
 def test_the_bands_are_only_those_of_the_same_recipe(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source = load_config("polynomial")
     mine = tmp_path / "mine.py"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import poly_epo_jax
+from poly_epo_jax import cli
 from poly_epo_jax.cli import COMMANDS, main
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.recipes import find_file
@@ -106,6 +107,19 @@ def test_an_unknown_recipe(typed: Typed):
     assert ended.stderr.startswith(
         "Error: There is no recipe smollm; did you mean smollm2? Recipes in configs: countdown, "
     )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_modules_of_the_working_folder_never_replace_packages(command: str, monkeypatch: pytest.MonkeyPatch):
+    """The working folder may be the run of another person."""
+    before = [*sys.path]
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "argv", sys.argv.copy())
+    monkeypatch.setattr(cli, "report_missing_packages", lambda: None)
+    monkeypatch.setattr(cli.runpy, "run_module", lambda module, **_: None)
+    assert main([command]) == 0
+    only_reads = command in ("report", "check-run", "export", "recipes", "explain")
+    assert sys.path == before + ([] if only_reads else [os.getcwd()])
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from training_runs import as_flags, environment
 from configs import polaris
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import TaskSection
-from poly_epo_jax.evaluate.__main__ import _table
+from poly_epo_jax.evaluate.__main__ import _print_results, _table
 from poly_epo_jax.evaluate.benchmarks import BENCHMARKS, Benchmark, about_evaluation, open_benchmark
 from poly_epo_jax.evaluate.draw import draw_generations
 from poly_epo_jax.evaluate.folder import EVALUATED_GENERATION, GENERATIONS, open_folder, read_generations
@@ -319,6 +319,14 @@ def test_tables_fit_80_columns_and_name_the_intervals(tmp_path: Path):
     assert "mean [95% interval]" in capture.get()
     assert sum("grpo-trained" in line for line in lines) == 8 and "…" not in capture.get()
     assert found[0]["intervals"] == INTERVALS
+
+
+def test_names_of_models_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    results = compute_results(write(tmp_path, [("p", "a", 1)] * 2))
+    found = [{"benchmark": "a", "model": model} | results for model in ("run[lr3]", "x[/y]")]
+    _print_results(found, 2, tmp_path)
+    out = capsys.readouterr().out
+    assert "run[lr3]" in out and "x[/y]" in out
 
 
 def test_problems_without_clustering_are_excluded_from_cluster_metrics(tmp_path: Path):

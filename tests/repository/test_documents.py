@@ -234,7 +234,10 @@ RULES = (
     Rule("python -m poly_epo_jax.study studies/skewed.py", elsewhere="tests/study/test_study_runs.py, another study"),
     Rule("python docs/images/draw_countdown.py", elsewhere="reads the 60 runs of the study of Countdown"),
     Rule("python docs/images/draw_judge_errors.py", elsewhere="reads the 35 runs of the study of judge errors"),
-    Rule("third_party/sglang/env-gpu/bin/python -m sglang_router", elsewhere="tests/rollouts/test_sglang.py starts the SGLang router"),
+    Rule(
+        "third_party/sglang/env-gpu/bin/python -m sglang_router",
+        elsewhere="tests/rollouts/test_sglang.py starts the SGLang router",
+    ),
     Rule("python examples/minimal.py", "--num_steps=1", says="step 1: reward"),
     Rule("python fuzz", elsewhere="tests/fuzz/test_fuzz.py, with a few attempts each"),
     Rule("python3 -m venv .venv", elsewhere="launch/setup_env.sh creates .venv"),

@@ -25,8 +25,13 @@ def test_modified_and_missing_files_are_named(tmp_path: Path):
     (tmp_path / "b.json").unlink()
     with pytest.raises(ValueError, match=r"\(a\.bin, b\.json\)"):
         check_digests(tmp_path)
-    (tmp_path / DIGESTS).write_text("[")
-    with pytest.raises(ValueError, match=rf"\({DIGESTS}\)"):
+    for text in ("[", "[" * 100_000, json.dumps({"a" * 5000: "0"})):
+        (tmp_path / DIGESTS).write_text(text)
+        with pytest.raises(ValueError, match=rf"\({DIGESTS}\)"):
+            check_digests(tmp_path)
+    (tmp_path / DIGESTS).write_text(json.dumps({"../pipe": "0"}))
+    os.mkfifo(tmp_path.parent / "pipe")  # reading it would block
+    with pytest.raises(ValueError, match=r"\(\.\./pipe\)"):
         check_digests(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the exit code of commands whose output contains characters that cannot be printed."""
+"""Tests of the exit code and messages of commands whose output contains characters that cannot be printed."""
 
 import io
 import sys
@@ -17,3 +17,14 @@ def test_names_that_the_terminal_cannot_show_are_no_error(monkeypatch: pytest.Mo
     assert exit_code(lambda: print("Done: runs/中é")) == 0
     output.flush()
     assert output.buffer.getvalue().decode(encoding) == f"Done: {printed}\n"  # pyright: ignore
+
+
+def test_control_characters_of_a_folder_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]):
+    def work() -> None:
+        raise ValueError("config.json contains \x1b]0;title\x07\x1b[2J, a key\nof another person")
+
+    assert exit_code(work) == 2
+    assert (
+        capsys.readouterr().err
+        == "Error: config.json contains \ufffd]0;title\ufffd\ufffd[2J, a key of another person\n"
+    )

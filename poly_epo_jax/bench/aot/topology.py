@@ -66,8 +66,9 @@ def preset_devices(preset: Mapping[str, Any]) -> Sequence[Any]:
     jax.config.update("jax_platforms", "cpu")
     if device in GPU_SPECS:
         _require("jax_cuda13_plugin", "gpu", device)
-        topology = f"1x{hosts}x{count // hosts}"
-        return get_topology_desc("", "cuda", topology=topology, target_config=GPU_SPECS[device].read_text()).devices
+        return get_topology_desc(
+            "", "cuda", topology=f"1x{hosts}x{count // hosts}", target_config=GPU_SPECS[device].read_text()
+        ).devices
     if (device, count) not in TPU_SHAPES:
         raise ConfigError(f"--compile_for does not support {device}; choose a machine with GPUs or TPUs.")
     _require("libtpu", "tpu", device)
