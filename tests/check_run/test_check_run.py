@@ -209,11 +209,11 @@ def test_recipes_of_the_working_folder_are_only_executed_if_the_user_names_them(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (run / "configs").mkdir()
-    (run / "configs" / "polynomial.py").write_text("raise ValueError('executed')")
+    (run / "configs" / "mine.py").write_text("raise ValueError('executed')")
+    (run / "config.json").write_text(json.dumps({"task": {"name": "mine"}}))
     monkeypatch.chdir(run)
-    assert main(["."]) == 0
-    assert "as in the recipe polynomial" in capsys.readouterr().out
-    assert main([".", "--config=polynomial"]) == 2 and "executed" in capsys.readouterr().err
+    assert main(["."]) == 2 and "not the name of a recipe of the project" in capsys.readouterr().err
+    assert main([".", "--config=mine"]) == 2 and "executed" in capsys.readouterr().err
 
 
 def test_the_bands_are_only_those_of_the_same_recipe(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
