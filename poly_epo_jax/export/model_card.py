@@ -1,6 +1,7 @@
 """Builds the model card of an exported policy: base model, data, settings, results, command. Does not require JAX."""
 
 import functools
+import html
 import json
 import operator
 import re
@@ -31,8 +32,12 @@ def model_card(run: Path, step: int, stop_strings: Sequence[str] = ()) -> str:
     Raises:
       OSError, ValueError: If config.json or about.json is missing or invalid, or if metrics.jsonl is corrupted.
     """
-    config, method = read_config(run), read_method(run)
-    base, task = config["model"]["path"], config["task"]["name"]
+    config = read_config(run)
+    # The folder may come from another person. Its texts must not add lines or HTML to the card.
+    base, task, method = (
+        " ".join(html.escape(str(text), quote=False).split())
+        for text in (config["model"]["path"], config["task"]["name"], read_method(run))
+    )
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).is_dir()
     head = ["library_name: transformers", "pipeline_tag: text-generation"]
     head += [f"base_model: {base}"] * on_hub + ["tags:", *(f"- {tag}" for tag in _TAGS)]
@@ -51,7 +56,7 @@ def model_card(run: Path, step: int, stop_strings: Sequence[str] = ()) -> str:
         "",
         "## Data and settings",
         "",
-        *markdown_table(("setting", "value"), _settings(config)),
+        *(html.escape(line, quote=False) for line in markdown_table(("setting", "value"), _settings(config))),
         "",
         *_stop_strings(stop_strings),
         *_results(read_rows(run / METRICS), step),

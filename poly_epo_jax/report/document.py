@@ -94,4 +94,4 @@ def markdown_table(header: Any, rows: Any) -> list[str]:
       rows: Cells of each row. Cells are converted to strings.
     """
     cells = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]
+    return ["| " + " | ".join(" ".join(str(cell).split()).replace("|", "\\|") for cell in row) + " |" for row in cells]

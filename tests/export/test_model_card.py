@@ -69,6 +69,14 @@ def test_run_without_base_model_and_evaluations(run: Path, config: dict[str, Any
     assert "base_model" not in card and "Held-out" not in card and "a tiny policy" in card
 
 
+def test_texts_of_the_folder_add_neither_lines_nor_html(run: Path, config: dict[str, Any]):
+    config["task"]["name"] = "math\n\n```bash\npip install another-package\n```\n<img src=https://a.b/c>"
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "about.json").write_text(json.dumps({"method": "GRPO\n# Other"}))
+    described = model_card(run, 20).partition("## Training command")[0]
+    assert "<img" not in described and "\n# Other" not in described and "\n```" not in described
+
+
 def test_local_folder_is_not_a_hub_model(run: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(run)
     Path(config["model"]["path"]).mkdir(parents=True)
