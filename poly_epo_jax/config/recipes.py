@@ -27,10 +27,8 @@ def recipes(kind: Kind, only_of_project: bool = False) -> dict[str, Path]:
       only_of_project: Whether files of the working folder are ignored.
     """
     of_project = _IN_WHEEL[kind] if _IN_WHEEL[kind].is_dir() else _PACKAGE.parent / kind
-    found = {
-        path.stem: path for folder in (of_project, *[Path(kind)][only_of_project:]) for path in folder.glob("*.py")
-    }
-    return dict(sorted(found.items()))
+    folders = (of_project,) if only_of_project else (of_project, Path(kind))
+    return dict(sorted({path.stem: path for folder in folders for path in folder.glob("*.py")}.items()))
 
 
 def find_file(text: str, kind: Kind) -> Path:

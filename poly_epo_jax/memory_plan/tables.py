@@ -147,14 +147,12 @@ def remedy(plan: Plan, rows_that_fit: int) -> str:
       plan: Memory plan, from `plan_of`.
       rows_that_fit: Maximum number of rows per device that fit, from `plan_of`.
     """
-    by_stage = {
-        "gradient": f"set train.rows_per_device={rows_that_fit}, or "
-        if rows_that_fit
-        else "lower train.row_tokens, or ",
-        "generate": "lower rollouts.max_concurrent or sampling.max_tokens, or ",
-    }
+    less = {
+        "gradient": f"set train.rows_per_device={rows_that_fit}" if rows_that_fit else "lower train.row_tokens",
+        "generate": "lower rollouts.max_concurrent or sampling.max_tokens",
+    }.get(plan.peak_stage)
     more = "use a machine or container with more memory" if plan.machine.platform == "cpu" else "use more devices"
-    return by_stage.get(plan.peak_stage, "") + more
+    return f"{less}, or {more}" if less else more
 
 
 def amount(size: int, digits: int = 3) -> str:

@@ -80,7 +80,7 @@ def check_digests(folder: Path) -> None:
         written = json.loads((folder / DIGESTS).read_bytes())
         found = _digests(folder, [name for name in written if "/" not in name and (folder / name).is_file()])
         corrupted = sorted(name for name in written if found.get(name) != written[name])
-    except (ValueError, TypeError, OSError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         corrupted = [DIGESTS]
     if corrupted:
         raise ValueError(

@@ -25,7 +25,7 @@ def test_modified_and_missing_files_are_named(tmp_path: Path):
     (tmp_path / "b.json").unlink()
     with pytest.raises(ValueError, match=r"\(a\.bin, b\.json\)"):
         check_digests(tmp_path)
-    for text in ("[", "[" * 100_000, json.dumps({"a" * 5000: "0"})):
+    for text in ("[", "[" * 100_000):
         (tmp_path / DIGESTS).write_text(text)
         with pytest.raises(ValueError, match=rf"\({DIGESTS}\)"):
             check_digests(tmp_path)
