@@ -29,7 +29,7 @@ def check_run(run: Path, recipe: str = "") -> bool:
 
     Args:
       run: The run folder. The run may be in progress.
-      recipe: Value of --config. If empty, the recipe with the name of the task, with Poly-EPO.
+      recipe: Value of --config. If empty, the project's recipe with the name of the task, with Poly-EPO.
 
     Returns:
       Whether all keys are those of the recipe, and no value is outside its band.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -370,3 +371,10 @@ def test_verified_judges_are_joined():
     flags = ["judge.verify=second", "audit.judge.name=ngrams"]
     config = read_arguments(["--config=polynomial", *(f"--config.{flag}" for flag in flags)])
     assert isinstance(training_judge(config, TASK), JoinedJudge)
+
+
+def test_a_folder_with_a_pipe_is_rejected_before_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    os.mkfifo(tmp_path / GENERATIONS)  # reading it would block
+    flags = ["--config=polynomial", "--config.audit.every=10", "--config.log.generations_every=10"]
+    assert main([str(tmp_path), *flags]) == 1
+    assert f"{tmp_path / GENERATIONS} is a link or a special file" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_modules_of_the_working_folder_never_replace_packages(command: str, monk
 
 
 @pytest.mark.slow
-def test_modules_of_the_working_folder_are_imported_as_with_python_m(typed: Typed, tmp_path: Path):
+def test_a_configuration_file_imports_modules_of_the_working_folder(typed: Typed, tmp_path: Path):
     (tmp_path / "mine.py").write_text("from local import get_config as get_config\n")
     (tmp_path / "local.py").write_text("from poly_epo_jax.config.default import get_config as get_config\n")
     # The path of a console script's folder precedes the other paths.

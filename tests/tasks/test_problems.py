@@ -102,6 +102,16 @@ def test_an_unreachable_dataset_raises_an_error_with_a_remedy(monkeypatch):
     assert requested == ["org/name"] and not datasets.config.HF_HUB_OFFLINE
 
 
+def test_the_script_of_a_dataset_is_not_executed(tmp_path: Path):
+    folder = tmp_path / "points"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (folder / "points.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    with pytest.raises(ValueError, match=r"points' cannot be read: .*script"):
+        read_source(str(folder))
+    assert not (tmp_path / "executed").exists()
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 
 
