@@ -80,8 +80,7 @@ def run_evaluation(config: Config, flags: argparse.Namespace) -> None:
     configure_compiler(config)
     mesh = make_mesh(**config.mesh)
     models = {}
-    for name in flags.models:
-        label, model = open_model(name, config, mesh)
+    for label, model in (open_model(name, config, mesh) for name in flags.models):
         models[label] = model
         if model.params is not None:
             verify_attention_kernel(
