@@ -192,7 +192,8 @@ KILLED = """
 
 
 def test_a_run_killed_in_an_episode_resumes_with_the_same_bytes(command: Command, folder: Path, boxes: Path):
-    text = (folder / BOXES.name).read_text().replace("import random\n", "import itertools, os, pathlib, random, signal\n")
+    text = (folder / BOXES.name).read_text()
+    text = text.replace("import random\n", "import itertools, os, pathlib, random, signal\n")
     text = text.replace("    async def reply(self, generation):\n", KILLED.lstrip("\n"))
     (folder / "killed.py").write_text(
         text.replace("class BoxesEpisode", "REPLIES = itertools.count()\n\n\nclass BoxesEpisode")
