@@ -245,8 +245,12 @@ class RolloutsSection(Section, name="rollouts"):
     @property
     def user_code_limits(self) -> tuple[float, float, int, float]:
         """Limits of environments, rewards and judges, in the order of the arguments of `Rollouts`."""
-        timeouts = self.episode_timeout_seconds, self.grading_timeout_seconds
-        return *timeouts, self.environment_workers, self.environment_memory_gb
+        return (
+            self.episode_timeout_seconds,
+            self.grading_timeout_seconds,
+            self.environment_workers,
+            self.environment_memory_gb,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

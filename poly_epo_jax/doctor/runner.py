@@ -143,8 +143,7 @@ class CheckRunner:
             return asyncio.run(self._findings(check))
         # No process may start a joint computation if another process cannot take part.
         has_mesh = not check.needs_mesh or all(hosts.gather_from_all(lambda: _has_mesh(self._run)))
-        all_findings = asyncio.run(hosts.gather(self._findings(check, has_mesh)))
-        return [_worst(same) for same in zip(*all_findings, strict=False)]
+        return [_worst(same) for same in zip(*asyncio.run(hosts.gather(self._findings(check, has_mesh))), strict=False)]
 
     @property
     def is_reporter(self) -> bool:

@@ -64,8 +64,9 @@ class Weight:
 
     def export(self, weight: Any) -> Any:
         """Converts a NumPy or JAX array to the Hugging Face layout."""
-        order = [self.axes.index(letter) for letter in self._letters]
-        return weight.transpose(order).reshape(self.hf_shape(weight.shape))
+        return weight.transpose([self.axes.index(letter) for letter in self._letters]).reshape(
+            self.hf_shape(weight.shape)
+        )
 
     def restore(self, hf_weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Converts an array from the Hugging Face layout. Inverse of `export`.

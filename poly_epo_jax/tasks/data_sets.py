@@ -1,6 +1,7 @@
 """Reads datasets of the Hugging Face Hub, local dataset folders, and the rows of Arrow tables."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,23 @@ def read_data_set(source: str) -> list[dict[str, Any]]:
     import datasets  # takes seconds, and is not required for files
 
     name, *configuration, split = source.split(":") if ":" in source else (source, "train")
-    is_offline = datasets.config.HF_HUB_OFFLINE
-    unreachable = "" if is_offline or Path(name).exists() else _hub_error(name)
+    is_offline, is_local = datasets.config.HF_HUB_OFFLINE, Path(name).exists()
+    unreachable = "" if is_offline or is_local else _hub_error(name)
     # The client would repeat each request for half a minute, with a warning each time.
     datasets.config.HF_HUB_OFFLINE = is_offline or bool(unreachable)
     try:
+        selected = datasets.load_dataset_builder(name, *configuration).config.data_files if is_local else {}
+        for file in (file for files in selected.values() for file in files):
+            if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(name)):
+                raise ValueError(f"its README.md selects {file!r}, which is not in its folder")
         data_set: Any = datasets.load_dataset(name, *configuration, split=split)
     except OSError as error:
         raise OSError(
-            f"The dataset {source!r} cannot be reached: {unreachable or error}; check its name, or download it and set "
+            f"The dataset {source!r} cannot be reached: "
+            f"{unreachable or str(error).partition(' with any supported')[0]}; check its name, or download it and set "
             "its path."
         ) from None
-    except (ValueError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # The type of connection errors depends on the version of the client.
         raise ValueError(
             f"The dataset {source!r} cannot be read: {error}; write name, name:split or name:configuration:split."
         ) from None

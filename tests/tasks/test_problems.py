@@ -112,6 +112,39 @@ def test_the_script_of_a_dataset_is_not_executed(tmp_path: Path):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("selected", "message"),
+    [
+        ("../other.jsonl", "cannot be read: its README.md selects '.*other.jsonl', which is not in its folder"),
+        ("{root}/other.jsonl", "cannot be read: its README.md selects '.*other.jsonl', which is not in its folder"),
+        (
+            "{root}/set/../other.jsonl",
+            "cannot be read: its README.md selects '.*other.jsonl', which is not in its folder",
+        ),
+        ("missing.jsonl", "cannot be reached: Unable to find '.*/missing.jsonl'; check its name"),
+        ("{root}/set/train.jsonl", None),
+        ("train.jsonl", None),
+    ],
+)
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_dataset_folder_selects_only_its_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selected: str, message: str | None, is_relative: bool
+):
+    write_jsonl(tmp_path / "set" / "train.jsonl")
+    write_jsonl(tmp_path / "other.jsonl")
+    files = f"- split: train\n    path: {selected.format(root=tmp_path)}"
+    (tmp_path / "set" / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n  {files}\n---\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    source = "set" if is_relative else str(tmp_path / "set")
+    if message is None:
+        assert read_source(source) == ROWS
+    else:
+        with pytest.raises((ValueError, OSError), match=message):
+            read_source(source)
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 
 

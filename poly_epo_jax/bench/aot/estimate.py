@@ -129,8 +129,7 @@ def _run(reader: _Reader, name: str, times: int, loops: int) -> None:
     for one in computation:
         if one.opcode == "while":
             default = reader.expert_blocks if EXPERTS_SCOPE in one.attributes else reader.default_trip_count
-            trips = loop_trips(reader.program, one) or default
-            _run(reader, one.named("body"), times * trips, loops + 1)
+            _run(reader, one.named("body"), times * (loop_trips(reader.program, one) or default), loops + 1)
         elif one.opcode in ("call", "conditional"):
             for called in one.called():
                 _run(reader, called, times, loops)
