@@ -25,7 +25,7 @@ from poly_epo_jax.config.methods import METHOD_PRESETS
 from poly_epo_jax.config.options import Entry, checks_of, options_of
 from poly_epo_jax.config.section import Section
 from poly_epo_jax.metrics.evaluation import EVALUATION_METRICS, EvaluationMetric
-from poly_epo_jax.metrics.logged import LOGGED_METRICS
+from poly_epo_jax.metrics.logged import LOGGED_METRICS, held_out, held_out_metrics
 from poly_epo_jax.registry import Range
 from poly_epo_jax.startup.read_config import KNOWN_NAMES, registry_entries
 
@@ -200,7 +200,7 @@ def configuration() -> str:
         "judge, sampler, estimator or loss.",
         f"The defaults of the {sum(1 for _ in config.flat())} keys train polynomial solving on a laptop. A "
         "configuration file or [recipe](recipes.md), selected by `--config`, changes some of them, and "
-        "`--config.KEY=VALUE` on the command line overrides the file: `--config.algo.set_size=8`. `--print_config` "
+        "`--config.KEY=VALUE` on the command line overrides the file: `--config.algo.set_size=6`. `--print_config` "
         "prints the resulting values of all keys. A value has the type of its default, unless the table states "
         "another type. Invalid values are rejected at startup with an error message that names the key.",
         "A colon after the file or recipe selects a method, a machine or both, which set several keys: "
@@ -242,8 +242,8 @@ def configuration() -> str:
 def evaluation_row(stem: str, metric: EvaluationMetric) -> tuple[str, ...]:
     """Returns the table row of an evaluation metric."""
     name = f"{stem}@k" if "k" in metric.parameters else stem
-    during = "yes" if metric.parameters <= {"k", "rewards", "correct", "clusters"} else "no"
-    return code(name), metric.meaning.format(k="k"), during
+    during = held_out(name.replace("@k", "@8")) in held_out_metrics(8, with_clusters=True)
+    return code(name), metric.meaning.format(k="k"), "yes" if during else "no"
 
 
 def metrics() -> str:

@@ -426,8 +426,9 @@ class Episode(Protocol):
     async def close(self) -> Outcome:
         """Releases the resources of the episode, and returns its outcome.
 
-        Called exactly once, also if the episode has not ended: after a failure or an interruption, in which case the
-        outcome is ignored, and after the limit of tokens or turns.
+        Called once, also if the episode has not ended: after a failure or an interruption, in which case the outcome is
+        ignored, and after the limit of tokens or turns. Not called if the event loop or worker of the episode hangs or
+        has ended.
 
         Raises:
           EpisodeFailure: If the environment failed.

@@ -216,7 +216,7 @@ class RolloutsSection(Section, name="rollouts"):
     min_group: int = key(
         0,
         "minimum number of responses of a prompt that are trained on if the environment or an own reward fails on the "
-        "others; prompts with fewer are left out (0 = algo.set_size + 1 for set objectives, 2 for other methods)",
+        "others; prompts with fewer are left out (0 = the minimum of the method, such as algo.set_size + 1)",
         Range(0, 4096),
     )
     max_failed_fraction: float = key(
@@ -276,7 +276,7 @@ class AlgoSection(Section, name="algo"):
     """Advantage estimator and policy loss."""
 
     advantages: str = key("marginal_set", "name of the advantage estimator")
-    options: Mapping[str, Any] = key({}, "keyword arguments of the estimator, such as --config.algo.options.k=8")
+    options: Mapping[str, Any] = key({}, "keyword arguments of the estimator, such as --config.algo.options.k=2")
     objective: str = key("polychromic", "set objective of algo.advantages=marginal_set")
     set_size: int = key(4, "number n of generations per set", Range(1, 4095))
     num_sets: int = key(0, "number K of sets drawn per prompt (0 = all C(N, n) sets)", Range(0, 10**6))
