@@ -15,6 +15,8 @@ if __name__ == "__main__":  # before the imports below
 
 import argparse
 import asyncio
+import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +26,14 @@ from rich.table import Table
 
 from poly_epo_jax.audit.auditor import Auditor, missing_audits, warn_of_failures
 from poly_epo_jax.config.keys import Config, ConfigError
+from poly_epo_jax.config.section import changed_keys
 from poly_epo_jax.metrics.intervals import interval_text
 from poly_epo_jax.metrics.judge_audit import AUDIT_METRICS, summarize
 from poly_epo_jax.records.progress import progress_bar
-from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, lock_run_folder, read_rows
+from poly_epo_jax.records.run_folder import AUDIT, AUDITED, CONFIG, GENERATIONS, lock_run_folder, read_rows
 from poly_epo_jax.startup.command_line import config_parser, run_command
 from poly_epo_jax.startup.read_config import make_task
-from poly_epo_jax.system.json_files import append_rows, read_rows as read_json_rows
+from poly_epo_jax.system.json_files import append_rows, read_object, read_rows as read_json_rows
 from poly_epo_jax.system.output_folder import check_contents
 
 
@@ -42,11 +45,18 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
       flags: Parsed command-line flags of this command.
 
     Raises:
-      ValueError, OSError: If the folder has no logged generations, or is in use by a run. Completed audits are kept.
+      ValueError, OSError: If the folder has no logged generations, another configuration or audits by another second
+        judge, or is in use by a run. Completed audits are kept.
     """
     if not config.audit.every:
         raise ConfigError("audit.every=0 selects no steps; set it to a multiple of log.generations_every.")
     check_contents(flags.run)
+    saved = read_object(flags.run / CONFIG, "restore it from a backup")
+    changed = changed_keys(saved, json.loads(json.dumps(config.to_dict()))) if saved else []
+    if changed := [key for key in changed if re.match(r"seed$|task\.|judge\.(name|model|options)|algo\.set_size", key)]:
+        raise ConfigError(
+            f"{', '.join(changed)} differ from {flags.run / CONFIG}; set --config to the configuration of the run."
+        )
     steps = {row["step"] for row in read_rows(flags.run / GENERATIONS)}
     if not steps:
         raise ConfigError(f"{flags.run} has no logged generations; specify the folder of a training run.")

@@ -7,6 +7,7 @@ made by separate instances of the judges, so the counters and connections of the
 import asyncio
 import dataclasses
 import itertools
+import json
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from poly_epo_jax.config.keys import Config
+from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges import JUDGES
 from poly_epo_jax.judges.capacity import TOKENS_PER_FRAME, TOKENS_PER_VERDICT
 from poly_epo_jax.judges.probes import PROBES, Paraphraser, copy_of
@@ -43,10 +44,15 @@ class Auditor:
     Args:
       config: Configuration of the run.
       task: Task of the run.
+
+    Attributes:
+      second: Name, model and options of the second judge, as in rows of audit.jsonl.
     """
 
     def __init__(self, config: Config, task: Task):
-        self._config, self._task = config, task
+        self._config, self._task, second = config, task, config.audit.judge
+        options = json.dumps(dict(second.options), sort_keys=True) if second.options else ""
+        self.second = " ".join(filter(None, (second.name, second.model, options)))
         self._judge = training_judge(config, task)
         self._second = make_judge(config.audit.judge, task) if JUDGES[config.audit.judge.name].clusters else None
         self._paraphraser = Paraphraser(config.audit.paraphrase) if config.audit.paraphrase.url else None
@@ -108,7 +114,7 @@ class Auditor:
         by_name = dict(zip(asked, await asyncio.gather(*(_request(*one) for one in asked.values())), strict=True))
         found = {name: reply for name, reply in by_name.items() if isinstance(reply, np.ndarray)}
         failures |= {name: reply for name, reply in by_name.items() if isinstance(reply, str)}
-        row = empty_row(step, group, failures)
+        row = empty_row(step, group, failures) | {"judge": self.second}
         if "auditor" in found:
             row["auditor"] = found.pop("auditor").tolist()
         recorded = degenerate_as_singletons(np.array(group.clusters))
@@ -147,13 +153,22 @@ def missing_audits(
       auditor: Selects the groups.
       every: Interval between audited steps. The last logged step is audited in addition.
       last_step: Last step of the run.
+
+    Raises:
+      ConfigError: If another second judge has audited the run.
     """
     again = (*REQUESTED_AGAIN, UNFINISHED)
     if (folder / AUDIT).exists():
         keep_rows(
             folder / AUDIT, AUDITED, lambda row: not any(text.startswith(again) for text in row["failures"].values())
         )
-    complete = {row["group"] for row in read_rows(folder / AUDIT, AUDITED)}
+    audited = list(read_rows(folder / AUDIT, AUDITED))
+    if others := {row["judge"] for row in audited if "judge" in row} - {auditor.second}:
+        raise ConfigError(
+            f"{folder / AUDIT} has audits with audit.judge {others.pop()!r} instead of {auditor.second!r}; rename or "
+            "delete the file to audit with another judge."
+        )
+    complete = {row["group"] for row in audited}
     rows = read_rows(folder / GENERATIONS, LOGGED_GENERATION)
     for step, of_step in itertools.groupby(rows, key=lambda row: row["step"]):
         groups = auditor.sample(step, of_step) if step % every == 0 or step == last_step else []

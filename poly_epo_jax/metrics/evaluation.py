@@ -21,7 +21,7 @@ from poly_epo_jax.registry import Registry
 from poly_epo_jax.system.daemon_thread import call_with_timeout
 from poly_epo_jax.system.user_code import user_line
 
-PASS, MEAN_REWARD, CORRECT_CLUSTERS = "pass", "mean_reward", "correct_clusters"
+PASS, MEAN_REWARD, BEST_REWARD, CORRECT_CLUSTERS = "pass", "mean_reward", "best_reward", "correct_clusters"
 MAJORITY_ACCURACY, MAJORITY_VOTE_SHARE = "majority_accuracy", "majority_vote_share"
 
 ARRAYS = ("rewards", "graded_rewards", "correct", "answers", "clusters", "lengths")
@@ -93,7 +93,7 @@ EVALUATION_METRICS: Registry[EvaluationMetric] = Registry(
             "Mean reward of a generation. Omitted if all rewards are 0 or 1: it then equals pass@1.",
             is_fraction=True,
         ),
-        "best_reward": EvaluationMetric(
+        BEST_REWARD: EvaluationMetric(
             lambda graded_rewards, k: best_of_k(graded_rewards, k),
             "best of {k}",
             "Expected largest reward of {k} generations. Omitted if all rewards are 0 or 1: it then equals pass@{k}.",
@@ -172,6 +172,11 @@ def split(name: str) -> tuple[str, int | None]:
     return (stem, int(k)) if k.isdigit() else (name, None)
 
 
+def binary_metric(name: str) -> str:
+    """Returns the name of the metric that a metric of graded rewards equals, and is replaced by, if all are 0 or 1."""
+    return name.replace(BEST_REWARD, PASS).replace(MEAN_REWARD, at(PASS, 1))
+
+
 def powers_of_two(largest: int) -> list[int]:
     """Returns 1, 2, 4, ... up to `largest`."""
     return [2**power for power in range(largest.bit_length())]
@@ -198,7 +203,8 @@ def problem_values(
 ) -> dict[str, Float[np.ndarray, " _"]]:
     """Computes all registered metrics whose arrays are given.
 
-    Metrics at k leave out the problems with fewer than k generations, because failed ones are missing.
+    Metrics at k leave out the problems with fewer than k generations, because failed ones are missing. They are omitted
+    at the k that most problems lack.
 
     Args:
       arrays: Arrays by name, see `EvaluationMetric.function`, or lists with an array [m] for each problem, if m differs
@@ -225,11 +231,12 @@ def problem_values(
         for size, own in places.items()
     }
     values: dict[str, np.ndarray] = {}
+    largest = int(np.sort(sizes)[len(sizes) // 2])  # at least half of the problems have as many generations
     for stem, metric in EVALUATION_METRICS.items():
         read = metric.parameters - {"k"}
         if not read <= arrays.keys() or (reading and reading not in read):
             continue
-        ks = range(1, max(places) + 1) if metric.every_k and curves else powers_of_two(max(places))
+        ks = range(1, largest + 1) if metric.every_k and curves else powers_of_two(largest)
         for k in metric.sizes(ks):
             if (name := at(stem, k)) in values:
                 raise ValueError(f"Two evaluation metrics are named {name!r}; register {stem!r} under another name.")

@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from poly_epo_jax.config.checks import ConfigError
+from poly_epo_jax.metrics.evaluation import binary_metric
 from poly_epo_jax.metrics.logged import is_held_out
 from poly_epo_jax.system.file_lock import InUseError
 from poly_epo_jax.system.json_files import Columns, Row, keep_rows, read_object, read_rows as read_json_rows
@@ -103,7 +104,7 @@ AUDITED: Columns = {
     "probes": dict,
     "failures": dict,  # reasons of failed requests, by "auditor", "audit" (all requests) or the probe
 }
-"""Columns of a run's audit.jsonl. The group identifies a row."""
+"""Columns of a run's audit.jsonl. The group identifies a row. Rows of requests also name the second `judge`."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -130,7 +131,7 @@ def is_evaluated(folder: Path, step: int) -> bool:
 
 
 def held_out_values(folder: Path, metric: str, last_step: int | float = math.inf) -> dict[int, float]:
-    """Reads the values of a metric by step, without values that are not finite.
+    """Reads the values of a metric by step, without values that are not finite, see also `evaluation.binary_metric`.
 
     Args:
       folder: The run folder.
@@ -141,7 +142,8 @@ def held_out_values(folder: Path, metric: str, last_step: int | float = math.inf
       ValueError: If a complete line is not a valid row.
     """
     rows = read_rows(folder / METRICS) if metric else []
-    return {row["step"]: row[metric] for row in rows if row["step"] <= last_step and row.get(metric) is not None}
+    values = {row["step"]: row.get(metric, row.get(binary_metric(metric))) for row in rows if row["step"] <= last_step}
+    return {step: value for step, value in values.items() if value is not None}
 
 
 def drop_rows_after(folder: Path, step: int) -> None:

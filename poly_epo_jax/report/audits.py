@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from poly_epo_jax.metrics.agreement import adjusted_rand_index
+from poly_epo_jax.metrics.agreement import adjusted_rand_index, degenerate_as_singletons
 from poly_epo_jax.metrics.judge_audit import AUDIT_METRICS, summarize
 from poly_epo_jax.records.recorded_groups import read_generations
 from poly_epo_jax.records.run_folder import GENERATIONS, LOGGED_GENERATION
@@ -81,7 +81,8 @@ def audit_details(label: str, folder: Path, rows: Sequence[Row], set_size: int) 
         f"<p>{len(failed)} requests of audits failed.{example}</p>",
     ]
     judged = [row for row in rows if row["auditor"] is not None]
-    order = sorted(judged, key=lambda row: adjusted_rand_index(np.array(row["clusters"]), np.array(row["auditor"])))
+    pairs = [[degenerate_as_singletons(np.array(row[name])) for name in ("clusters", "auditor")] for row in judged]
+    order = [judged[index] for index in np.argsort([adjusted_rand_index(*pair) for pair in pairs], kind="stable")]
     steps = {row["step"] for row in order[:SHOWN_PROMPTS]}
     logged = (row for row in read_rows(folder / GENERATIONS, LOGGED_GENERATION) if row["step"] in steps)
     responses = {group.name: group.responses for group in read_generations(logged)}

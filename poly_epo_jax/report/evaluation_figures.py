@@ -32,6 +32,18 @@ def model_labels(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(model for models in evaluations.values() for model in models))
 
 
+def is_comparable(results: Results, others: Results) -> bool:
+    """Returns True if two models were evaluated on the same problems, with the same grader and sampling parameters."""
+    settings = [
+        (
+            [one.get("digests", {}).get(name) for name in ("problems", "grader")],
+            {**one.get("sampling", {}), "seed": None},
+        )
+        for one in (results, others)
+    ]
+    return settings[0] == settings[1]
+
+
 def curve(results: Results, metric: str) -> dict[int, Interval]:
     """Returns the mean and interval of a metric at each k, in ascending order of k.
 
@@ -119,7 +131,8 @@ def last_evaluation(rows: figures.Rows) -> Results:
 def paired_differences(evaluations: Evaluations) -> Evaluations:
     """Returns the differences in pass@k of each further model from the first model of the report.
 
-    Differences are computed for each problem that both models have, so the difficulty of the problems cancels. The 95%
+    Differences are computed for each problem that both models have, so the difficulty of the problems cancels. Models
+    that are not comparable are left out. The 95%
     interval of a mean difference is that of `difference_interval`. It can exclude 0 although the intervals of the two
     models overlap.
 
@@ -134,7 +147,8 @@ def paired_differences(evaluations: Evaluations) -> Evaluations:
     return {
         benchmark: {model: {"metrics": _paired_pass_at_k(by_model[model], by_model[first])} for model in others}
         for benchmark, by_model in evaluations.items()
-        if first in by_model and (others := [model for model in models[1:] if model in by_model])
+        if first in by_model
+        and (others := [one for one in models[1:] if one in by_model and is_comparable(by_model[one], by_model[first])])
     }
 
 

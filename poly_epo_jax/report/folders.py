@@ -107,12 +107,15 @@ def _read_timeline(path: Path) -> dict[int, Window]:
 
 
 def _find_evaluations(folders: Sequence[Path], models: Sequence[str]) -> EvaluationFolders:
-    found: EvaluationFolders = {}
+    found, owners = EvaluationFolders(), dict[str, tuple[Path, Any]]()
     for folder in folders:
         for path in find_results(folder):
-            benchmark, model = path.parent.parent.name, path.parent.name
-            folders_by_model = found.setdefault(benchmark, {})
-            folders_by_model[model if model not in folders_by_model else f"{model} ({folder})"] = path.parent
+            digests = read_results(path.parent).get("digests", {})
+            owner = folder, digests.get("weights", digests.get("model_files"))
+            first = owners.setdefault(path.parent.name, owner)
+            is_first = first[0] == folder or (first[1] is not None and first[1] == owner[1])
+            label = path.parent.name if is_first else f"{path.parent.name} ({folder})"
+            found.setdefault(path.parent.parent.name, {})[label] = path.parent
     known = sorted({model for folders_by_model in found.values() for model in folders_by_model})
     if unknown := [model for model in models if model not in known]:
         raise ValueError(f"Model {unknown[0]!r} has not been evaluated; choose from {', '.join(known)}.")

@@ -10,7 +10,7 @@ from poly_epo_jax.config.section import flat
 from poly_epo_jax.metrics import evaluation, logged
 from poly_epo_jax.report import figures
 from poly_epo_jax.report.document import interval_cell, table, text_table
-from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, model_labels
+from poly_epo_jax.report.evaluation_figures import Evaluations, LineStyles, curve, is_comparable, model_labels
 from poly_epo_jax.report.folders import RunRecords
 
 MAIN = (evaluation.PASS, evaluation.MEAN_REWARD, evaluation.CORRECT_CLUSTERS)
@@ -27,15 +27,16 @@ def run_summary(label: str, rows: figures.Rows) -> str:
       label: Label of the run.
       rows: Rows of metrics.jsonl.
     """
-    name, changes, steps = f"<b>{html.escape(label)}</b>", [], []
+    name, changes = f"<b>{html.escape(label)}</b>", dict[str, list[str]]()
     for metric in figures.COMPARED:
         at_steps, values = figures.series(rows, metric)
         if len(at_steps):
-            entry, steps = logged.describe(metric), at_steps
-            changes.append(f"{entry.title}: {values[0]:.{entry.digits}f} → {values[-1]:.{entry.digits}f}")
+            entry, steps = logged.describe(metric), f"from step {at_steps[0]} to step {at_steps[-1]}"
+            text = f"{entry.title}: {values[0]:.{entry.digits}f} → {values[-1]:.{entry.digits}f}"
+            changes.setdefault(steps, []).append(text)
     if not changes:
         return f"{name}: not evaluated up to step {rows[-1]['step']}."
-    return f"{name}: {', '.join(changes)}, from step {steps[0]} to step {steps[-1]}."
+    return f"{name}: {'; '.join(', '.join([*texts, steps]) for steps, texts in changes.items())}."
 
 
 def bands_section(runs: Mapping[str, RunRecords]) -> str:
@@ -70,7 +71,7 @@ def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> st
     shared = {
         benchmark: (models[first], models[other])
         for benchmark, models in evaluations.items()
-        if first in models and other in models
+        if first in models and other in models and is_comparable(models[first], models[other])
     }
     changes = []
     for metric in (evaluation.PASS, evaluation.CORRECT_CLUSTERS):
@@ -83,7 +84,9 @@ def _comparison_sentence(first: str, other: str, evaluations: Evaluations) -> st
             changes.append(f"{entry.title}: {' → '.join(values if first != other else values[:1])}")
     name = f"<b>{html.escape(other)}</b>" + (f" instead of {html.escape(first)}" if first != other else "")
     where = f"on {html.escape(next(iter(shared)))}" if len(shared) == 1 else f"means over {len(shared)} benchmarks"
-    return f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: no shared benchmark."
+    return (
+        f"{name}: {', '.join(changes)}, {where}." if changes else f"{name}: no shared benchmark with the same settings."
+    )
 
 
 def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
@@ -109,6 +112,8 @@ def results_tables(evaluations: Evaluations, line_styles: LineStyles) -> str:
             for problems, generations, failed in sorted(sizes)
         )
         note = html.escape(evaluation.omissions(list(models.values())))
+        if not all(is_comparable(one, next(iter(models.values()))) for one in models.values()):
+            note += " Not all models were evaluated on the same problems, with the same grader and sampling parameters."
         tables.append(
             f"<h3>{html.escape(benchmark)} <span class='muted'>{size}</span></h3>{_table(models, main, line_styles)}"
             f"{more if others else ''}<p class='muted'>{note}</p>"

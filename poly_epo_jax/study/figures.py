@@ -137,9 +137,9 @@ def plot_branching(results: StudyResults, task: str, benchmark: str) -> Figure |
 
     def draw(axes: Axes, runs: Sequence[Result], style: Mapping[str, Any]) -> None:
         found = [run.evaluations[benchmark]["branching"]["mean"] for run in runs if benchmark in run.evaluations]
-        draw_band(
-            axes, [(np.arange(1, len(means) + 1), np.array(means, float)) for means in found], style, marked=False
-        )
+        length = max(map(len, found), default=0)
+        seeds = [(np.arange(length) + 1, np.pad(np.array(means, float), (0, length - len(means)))) for means in found]
+        draw_band(axes, seeds, style, marked=False, smooth=False)
 
     return panels(results, task, draw, "token position")
 
@@ -211,6 +211,7 @@ def draw_band(
     style: Mapping[str, Any],
     marked: bool,
     places: Sequence[Mapping[int, int]] = (),
+    smooth: bool = True,
 ) -> None:
     """Draws the mean and range over seeds, at the positions that all seeds have.
 
@@ -218,9 +219,10 @@ def draw_band(
       axes: Panel to draw in.
       seeds: Positions and values of each seed.
       style: Line style of the method.
-      marked: Whether to draw markers. If False, values are smoothed.
+      marked: Whether to draw markers.
       places: Places of the positions on the horizontal axis, for each seed. The band is drawn at their mean. If empty,
         it is drawn at the positions.
+      smooth: Whether to smooth values without markers.
     """
     seeds = [seed for seed in seeds if len(seed[0])]
     if not seeds:
@@ -229,7 +231,7 @@ def draw_band(
     for other, _ in seeds[1:]:
         steps = np.intersect1d(steps, other)
     curves = [values[np.isin(at, steps)] for at, values in seeds]
-    table = np.stack(curves if marked else [figures.smooth(values) for values in curves])
+    table = np.stack(curves if marked or not smooth else [figures.smooth(values) for values in curves])
     if places:
         steps = np.array([np.mean([of_seed[step] for of_seed in places]) for step in steps.tolist()])
     line = hollow_line(style) if marked else {**style, "marker": ""}

@@ -79,6 +79,8 @@ def _summary(results: StudyResults) -> str:
             f"Unfinished runs, which are excluded from all means: {html.escape(named)}. Their curves are thin dotted "
             "lines, and crosses mark their last evaluations"
         )
+    if failed := [one.key.path for one in results.results if any(e.get("failed") for e in one.evaluations.values())]:
+        lines.append(f"Problems that failed are missing in the evaluations of {html.escape(', '.join(failed))}")
     tasks = [f'<a href="#task-{index}">{html.escape(task)}</a>' for index, task in enumerate(results.tasks)]
     lines.append("On this page: " + ", ".join([*tasks, '<a href="#reproduction">reproduction</a>']))
     return f"<ul class='summary'>{''.join(f'<li>{line}.</li>' for line in lines)}</ul>"

@@ -125,6 +125,8 @@ def make_runs(study: Study, overrides: Sequence[str] = ()) -> list[StudyRun]:
         for rate in study.learning_rates
         for method in study.methods
     ]
+    if len({run_key.label for run_key in run_keys}) < len(run_keys):
+        raise ConfigError("Two runs of the study have the same name TASK-METHOD; rename a task or method.")
     for run_key in run_keys:
         folder = Path(study.folder) / run_key.path
         arguments = _arguments(study, run_key, folder, overrides)

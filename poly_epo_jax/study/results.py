@@ -13,7 +13,7 @@ from poly_epo_jax.evaluate.folder import find_results
 from poly_epo_jax.metrics import evaluation
 from poly_epo_jax.metrics.evaluation import CORRECT_CLUSTERS, EVALUATION_METRICS, at
 from poly_epo_jax.metrics.intervals import Interval, mean_interval, paired_difference
-from poly_epo_jax.metrics.logged import HELD_OUT_CORRECT_CLUSTERS, HELD_OUT_REWARD, describe, held_out
+from poly_epo_jax.metrics.logged import HELD_OUT_CORRECT_CLUSTERS, HELD_OUT_REWARD, describe, held_out, is_held_out
 from poly_epo_jax.records import run_folder
 from poly_epo_jax.study.folder import EVALUATION, PLAN, RunKey, RunState, read_attempts, run_state
 from poly_epo_jax.system.json_files import Row, read_object
@@ -62,17 +62,29 @@ class Result:
         of_prompt = self.config.get("train", {}).get("num_generations", 0)
         return {0: 0} | {step: int(total) * of_prompt for step, total in zip(drawn, totals, strict=True)}
 
+    @property
+    def metrics(self) -> set[str]:
+        """Names of the metrics that the run and its evaluations have, see `at_end`."""
+        evaluated = {f"{benchmark}: {name}" for benchmark, one in self.evaluations.items() for name in one["metrics"]}
+        return evaluated.union(*self.rows)
+
     def at_end(self, metric: str) -> float | None:
         """Returns the last value of a metric, or None if there is none.
 
-        `BENCHMARK: METRIC` is a metric of a separate evaluation.
+        `BENCHMARK: METRIC` is a metric of a separate evaluation. A metric of held-out problems is that of the last
+        evaluation. Metrics of graded rewards that an evaluation omits are replaced by `binary_metric`.
         """
         benchmark, _, name = metric.rpartition(": ")
+        values: Mapping[str, Any] = {}
         if benchmark:
-            found = self.evaluations.get(benchmark, {"metrics": {}})["metrics"].get(name)
-            return None if found is None else float(found["mean"])
-        values = [row[metric] for row in self.rows if row.get(metric) is not None]
-        return float(values[-1]) if values else None
+            evaluated = self.evaluations.get(benchmark, {"metrics": {}})["metrics"]
+            values = {name: entry["mean"] for name, entry in evaluated.items()}
+        elif rows := [
+            row for row in self.rows if metric in row or (is_held_out(metric) and any(map(is_held_out, row)))
+        ]:
+            values = rows[-1]
+        found = values.get(name, values.get(evaluation.binary_metric(name)))
+        return None if found is None else float(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +136,15 @@ class StudyResults:
           task: Name of the task.
           benchmark: Label of the benchmark.
         """
-        own, foreign = f"{task}-", tuple(f"{other}-" for other in self.tasks if other != task)
+        # The name of a task can begin with that of another task.
+        owners = {
+            label: max((name for name in self.tasks if label.startswith(f"{name}-")), key=len, default=task)
+            for label in self.others
+        }
         return {
-            label.removeprefix(own): found[benchmark]
+            label.removeprefix(f"{task}-"): found[benchmark]
             for label, found in self.others.items()
-            if benchmark in found and not label.startswith(foreign) and not RunKey.is_label(label)
+            if benchmark in found and owners[label] == task and not RunKey.is_label(label)
         }
 
     def of(self, cell: Cell, finished: bool = True) -> list[Result]:
@@ -178,11 +194,8 @@ class StudyResults:
             found |= {
                 f"{benchmark}: {name}": f"{evaluation.describe(name).title} ({benchmark}, evaluated)" for name in shown
             }
-        return {
-            metric: title
-            for metric, title in found.items()
-            if any(one.at_end(metric) is not None for one in self.results if one.key.task == task)
-        }
+        names = {name for one in self.results if one.key.task == task for name in one.metrics}
+        return {metric: title for metric, title in found.items() if metric in names}
 
 
 def read_results(folder: Path) -> StudyResults:

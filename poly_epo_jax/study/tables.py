@@ -28,7 +28,7 @@ def result_tables(results: StudyResults, task: str) -> dict[str, Table]:
     rows = [["method", "learning rate", "seeds", *metrics.values()]]
     for cell in results.cells(task):
         num_runs = sum(one.cell == cell for one in results.results)
-        means = [interval_text(results.interval(cell, name)) for name in metrics]
+        means = [_mean_text(results, cell, name) for name in metrics]
         rows.append([cell[1], f"{cell[2]:g}", f"{len(results.of(cell))} of {num_runs}", *means])
     compared = _differences(results, results.cells(task), metrics, metrics.values())
     return {"": rows} | ({f"Difference from {results.baseline}, by seed": compared} if compared else {})
@@ -49,7 +49,9 @@ def pass_at_k_tables(results: StudyResults, task: str, benchmark: str) -> dict[s
     curves = {cell: found for cell in results.cells(task) if (found := curves_of(results.of(cell), benchmark))}
     every = [*references.values(), *(one for found in curves.values() for one in found)]
     # Powers of four that all curves have.
-    ks = [k for k in every[0] if k.bit_count() == k.bit_length() % 2 == 1 and all(k in one for one in every)]
+    ks = [
+        k for k in next(iter(every), ()) if k.bit_count() == k.bit_length() % 2 == 1 and all(k in one for one in every)
+    ]
     names = [f"{benchmark}: {at(PASS, k)}" for k in ks]
     titles = [at(PASS, k) for k in ks]
     first = next(iter(references), "")
@@ -58,12 +60,18 @@ def pass_at_k_tables(results: StudyResults, task: str, benchmark: str) -> dict[s
     rows += [[label, "-", *(f"{found[k]:.3f}" for k in ks), *["-"] * len(more)] for label, found in references.items()]
     for cell, found in curves.items():
         crossing = [_crossing_text([crossing_point(one, references[first]) for one in found])] if first else []
-        means = [interval_text(results.interval(cell, name)) for name in names]
-        solved = interval_text(results.interval(cell, EVER_SOLVED), digits=0)
-        rows.append([cell[1], f"{cell[2]:g}", *means, *crossing, solved])
+        means = [_mean_text(results, cell, name) for name in names]
+        rows.append([cell[1], f"{cell[2]:g}", *means, *crossing, _mean_text(results, cell, EVER_SOLVED, digits=0)])
     compared = _differences(results, curves, names, titles)
     title = f"Difference in pass@k on {benchmark} from {results.baseline}"
-    return {f"pass@k on {benchmark}": rows} | ({title: compared} if compared else {})
+    return ({f"pass@k on {benchmark}": rows} if every else {}) | ({title: compared} if compared else {})
+
+
+def _mean_text(results: StudyResults, cell: Cell, metric: str, digits: int = 3) -> str:
+    """Formats the mean of a metric, with the number of seeds if some finished runs of the cell lack the metric."""
+    count = len(results.by_seed(cell, metric))
+    text = interval_text(results.interval(cell, metric), digits)
+    return f"{text} ({count} seeds)" if 0 < count < len(results.of(cell)) else text
 
 
 def _differences(

@@ -21,7 +21,7 @@ from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges import JUDGES, JudgeEntry
 from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.metrics.judge_audit import summarize
-from poly_epo_jax.records.run_folder import AUDIT, AUDITED, GENERATIONS, METRICS
+from poly_epo_jax.records.run_folder import AUDIT, AUDITED, CONFIG, GENERATIONS, METRICS
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.read_config import training_judge
 from poly_epo_jax.system import http_client
@@ -266,6 +266,41 @@ def test_the_command_audits_a_finished_run(tmp_path: Path, capsys: pytest.Captur
     assert len([*read_rows(run / AUDIT, AUDITED)]) == 8
     assert "8 prompts, audited steps: 1" in printed and "inflation" in printed
     assert main([str(run), *flags]) == 1 and "audit.every=0" in capsys.readouterr().err
+
+
+def test_audits_by_another_judge_are_not_reported_as_those_of_the_requested_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = write_run(tmp_path / "run", steps=(2,))
+    (run / "lock").write_text("process 1 on localhost (run)")
+    flags = ["--config=polynomial", "--config.task.name=polynomial_prose", "--config.audit.every=10"]
+    flags += ["--config.task.options.num_train=8", "--config.task.options.num_held_out=1"]
+    loose = ["--config.audit.judge.name=ngrams", "--config.audit.judge.options.threshold=0.3"]
+    assert main([str(run), *flags, "--config.audit.judge.name=exact"]) == 0
+    before = (run / AUDIT).read_bytes()
+    assert main([str(run), *flags, *loose]) == 1
+    error = capsys.readouterr().err
+    assert "'exact' instead of 'ngrams {\"threshold\": 0.3}'" in error and "rename or delete" in error
+    assert (run / AUDIT).read_bytes() == before
+    assert main([str(run), *flags, "--config.audit.judge.name=exact"]) == 0
+    (run / AUDIT).unlink()
+    assert main([str(run), *flags, *loose]) == 0
+
+
+@pytest.mark.parametrize("flag", ["judge.name=ngrams", "algo.set_size=3", "seed=4", "task.options.num_train=9"])
+def test_another_configuration_than_that_of_the_run_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+):
+    run = write_run(tmp_path / "run", steps=(2,))
+    (run / "lock").write_text("process 1 on localhost (run)")
+    flags = ["--config=polynomial", "--config.task.name=polynomial_prose", "--config.task.options.num_train=8"]
+    flags += ["--config.task.options.num_held_out=1", "--config.audit.judge.name=exact", "--config.audit.every=10"]
+    (run / CONFIG).write_text(json.dumps(read_arguments(flags).to_dict()))
+    assert main([str(run), *flags, f"--config.{flag}"]) == 1
+    assert capsys.readouterr().err.startswith(
+        f"Error: {flag.partition('=')[0]} differ from {run / CONFIG}; set --config"
+    )
+    assert main([str(run), *flags, "--config.judge.max_concurrent=3"]) == 0
 
 
 def train_audited(folder: Path, auditor: str | None, num_steps: int = 4, **changes: Any) -> list[str]:

@@ -276,7 +276,7 @@ def test_results_by_hand(tmp_path: Path):
 
 
 def test_results_by_hand_with_failed_generations(tmp_path: Path):
-    """Metrics at k are means over the problems with at least k other generations."""
+    """Metrics at k are means over the problems with at least k other generations, if most problems have as many."""
     rows = [
         (problem, letter, 1)
         for problem, letters in (("easy", "aa!b"), ("hard", "bcda"), ("one", "!!!a"), ("none", "!!!!"))
@@ -287,8 +287,8 @@ def test_results_by_hand_with_failed_generations(tmp_path: Path):
     assert mean["pass@1"] == pytest.approx((2 / 3 + 1 / 4 + 1) / 3) and mean["solved"] == 1
     assert mean["pass@2"] == pytest.approx((1 + 1 / 2) / 2)
     assert mean["pass@3"] == pytest.approx((1 + 3 / 4) / 2)
-    assert found["metrics"]["pass@4"] == {"mean": 1.0, "low": None, "high": None}
-    assert mean["majority_accuracy@4"] == 0 and mean["correct_clusters@2"] == pytest.approx((1 + 1 / 2) / 2)
+    assert not {"pass@4", "majority_accuracy@4", "correct_clusters@4"} & mean.keys()  # only one problem has four
+    assert mean["correct_clusters@2"] == pytest.approx((1 + 1 / 2) / 2)
     assert (found["num_problems"], found["num_generations"], found["num_failed"]) == (3, 4, 8)
     assert [(row["num_correct"], row["num_generations"]) for row in found["per_problem"]] == [(2, 3), (1, 4), (1, 1)]
     assert "8 responses are omitted" in omissions([found])

@@ -26,6 +26,7 @@ from poly_epo_jax.report import (
 )
 from poly_epo_jax.report.evaluation_figures import paired_differences, plot_pass_at_k, plot_with_differences
 from poly_epo_jax.report.figures import image
+from poly_epo_jax.report.folders import read_folders
 from poly_epo_jax.report.generations import DEFAULT_BOUNDS, Bounds, TextExcerpt
 from poly_epo_jax.report.rollout_trees import CORRECT, INCORRECT, draw_tree, plot_rollout_trees
 
@@ -223,7 +224,41 @@ def test_summary_compares_each_model_with_the_first():
     (single,) = report_page.evaluation_summaries({"x": {"base": base}})
     assert single.startswith("<b>base</b>: pass@1: 0.100, pass@4: 0.200,")
     (apart,) = report_page.evaluation_summaries({"x": {"base": base}, "y": {"new": new}})
-    assert apart == "<b>new</b> instead of base: no shared benchmark."
+    assert apart == "<b>new</b> instead of base: no shared benchmark with the same settings."
+
+
+@pytest.mark.parametrize(
+    "changes", [{"digests": {"problems": "b"}}, {"sampling": {"temperature": 0.2}}, {"digests": {"grader": "2"}}]
+)
+def test_evaluations_with_other_problems_or_settings_are_not_compared(changes: dict[str, Any]):
+    def results(rate: float, **changed: Any) -> dict[str, Any]:
+        settings = {"digests": {"problems": "a", "weights": f"{rate}"}, "sampling": {"temperature": 1.0, "seed": 0}}
+        rows = [{"problem": f"{index}", "num_correct": int(4 * rate), "num_generations": 4} for index in range(5)]
+        metrics = {"metrics": {"pass@1": {"mean": rate}}, "per_problem": rows, "num_problems": 5, "num_generations": 4}
+        return metrics | {name: value | changed.get(name, {}) for name, value in settings.items()}
+
+    styles = figures.styles(["base", "new"])
+    evaluations = {"x": {"base": results(0.25), "new": results(0.75, sampling={"seed": 1})}}
+    assert "0.250 → 0.750" in report_page.evaluation_summaries(evaluations)[0]
+    assert evaluation_figures.paired_differences(evaluations)["x"]["new"]["metrics"]["pass@1"]["mean"] == 0.5
+    assert "Not all models" not in report_page.results_tables(evaluations, styles)
+    evaluations["x"]["new"] = results(0.75, **changes)
+    assert "→" not in report_page.evaluation_summaries(evaluations)[0]
+    assert not evaluation_figures.paired_differences(evaluations)
+    assert "Not all models were evaluated on the same problems" in report_page.results_tables(evaluations, styles)
+
+
+def test_the_label_of_a_model_is_the_same_on_all_benchmarks(tmp_path: Path):
+    """Both folders have a model `m`: the same on `z`, and different ones on `x` and `y`."""
+    for folder, benchmark, weights in (("a", "x", "1"), ("b", "x", "2"), ("b", "y", "2"), ("c", "z", "1")):
+        written = {"metrics": {}, "branching": {"mean": []}, "num_problems": 0, "num_generations": 0, "per_problem": []}
+        path = tmp_path / folder / benchmark / "m" / "results.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(written | {"digests": {"weights": weights}}))
+    folders = [tmp_path / name for name in "abc"]
+    other = f"m ({tmp_path / 'b'})"
+    labels = {benchmark: list(models) for benchmark, models in read_folders(folders)[1].items()}
+    assert labels == {"x": ["m", other], "y": [other], "z": ["m"]}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,24 @@ def test_references_belong_to_all_tasks_or_to_the_task_in_their_label(folder: Pa
     results = read_results(folder)
     assert list(results.references("polynomial", "polynomial")) == ["base"]
     assert list(results.references("other", "polynomial")) == ["base", "even"]
+
+
+def test_the_reference_of_a_task_whose_name_begins_with_that_of_another(tmp_path: Path):
+    write_fake_study(tmp_path, ("poly", "poly-hard"), (5e-4,), (0,))
+    for label in ("poly-base", "poly-hard-base"):
+        write_curve(tmp_path, label, BASE)
+    results = read_results(tmp_path)
+    assert [list(results.references(task, "polynomial")) for task in ("poly", "poly-hard")] == [["base"], ["base"]]
+
+
+def test_evaluations_without_finished_runs_have_no_table(folder: Path):
+    """Checkpoints were deleted, so that no run counts as finished."""
+    for checkpoints in folder.glob("*/*/checkpoints"):
+        shutil.rmtree(checkpoints)
+    shutil.rmtree(folder / "evaluation" / "polynomial" / "base")
+    results = read_results(folder)
+    assert results.benchmarks("polynomial") == ["polynomial"]
+    assert pass_at_k_tables(results, "polynomial", "polynomial") == {}
 
 
 def test_runs_that_the_study_no_longer_contains_are_no_references(folder: Path):

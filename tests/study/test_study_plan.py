@@ -47,6 +47,12 @@ def test_runs_combine_all_methods_rates_seeds_and_tasks(tmp_path: Path):
     assert runs[0].key == RunKey("even", "GRPO", 1e-3, 3) and runs[0].key.name == "GRPO-lr0.001-seed3"
 
 
+def test_runs_with_equal_labels_are_rejected(tmp_path: Path):
+    tasks = {"a": StudyTask(POLYNOMIAL), "a-b": StudyTask(POLYNOMIAL)}
+    with pytest.raises(ConfigError, match="same name TASK-METHOD"):
+        make_runs(study(tmp_path, tasks=tasks, methods={"b-c": {}, "c": {}}, baseline="c"))
+
+
 def test_command_line_overrides_the_study_file(tmp_path: Path):
     runs = make_runs(study(tmp_path), ["--config.eval.every=9", "--config.train.num_steps=3"])
     assert {(run.config.eval.every, run.config.train.num_steps) for run in runs} == {(9, 3)}

@@ -11,6 +11,7 @@ from fake_studies import NUM_STEPS, write_fake_evaluation, write_fake_run, write
 from poly_epo_jax.metrics.intervals import mean_interval
 from poly_epo_jax.study.folder import RunState, last_row, run_state
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, read_results
+from poly_epo_jax.study.tables import result_tables
 
 SETS = ("polynomial", "poly_epo", 5e-4)
 GRPO = ("polynomial", "grpo", 5e-4)
@@ -56,6 +57,45 @@ def test_separate_evaluations_are_metrics_with_the_benchmark_as_prefix(tmp_path:
     assert results.interval(("b", "grpo", 1e-3), "aime: pass@8") == pytest.approx(
         mean_interval(np.array([0.5, 0.51, 0.52]))
     )
+
+
+def change_last_row(folder: Path, **values: float | None) -> None:
+    """Sets the values of the last row of metrics.jsonl, or removes those that are None."""
+    *rows, last = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    last = {name: value for name, value in (last | values).items() if value is not None}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, last]))
+
+
+def test_a_seed_without_graded_rewards_is_not_left_out(tmp_path: Path):
+    """Evaluations whose rewards are all 0 or 1 lack the metrics of graded rewards, which then equal pass@k."""
+    run_keys = write_fake_study(tmp_path, learning_rates=(5e-4,))
+    cell = [key for key in run_keys if key.method == "poly_epo"]
+    for run_key, graded in zip(cell, (0.5, None, None), strict=True):
+        change_last_row(tmp_path / run_key.path, **{"eval/best_reward@8": graded, "eval/pass@8": 0.0})
+        write_fake_evaluation(tmp_path, run_key)
+        file = tmp_path / "evaluation" / "polynomial" / run_key.label / "results.json"
+        results = json.loads(file.read_text())
+        results["metrics"] |= {"pass@1": {"mean": 0.0}} | ({"mean_reward": {"mean": 0.5}} if graded else {})
+        file.write_text(json.dumps(results))
+    results = read_results(tmp_path)
+    for metric in ("eval/best_reward@8", "polynomial: mean_reward"):
+        assert metric in results.metrics("polynomial")
+        assert results.by_seed(SETS, metric) == {0: 0.5, 1: 0.0, 2: 0.0}
+    assert "eval/mean_reward" not in results.metrics("polynomial")
+    assert not {name for name in results.metrics("polynomial") if "best_reward@64" in name}
+
+
+def test_the_last_evaluation_is_not_replaced_by_an_earlier_one(tmp_path: Path):
+    """The judge failed in the last evaluation of one seed, whose clusters are therefore unknown."""
+    run_keys = write_fake_study(tmp_path, learning_rates=(5e-4,))
+    failed = next(key for key in run_keys if key.method == "poly_epo")
+    change_last_row(tmp_path / failed.path, **{CORRECT_OF_8: None})
+    results = read_results(tmp_path)
+    assert list(results.by_seed(SETS, CORRECT_OF_8)) == [1, 2] and list(results.by_seed(SETS, REWARD)) == [0, 1, 2]
+    header, row, *_ = result_tables(results, "polynomial")[""]
+    cells = dict(zip(header, row, strict=True))
+    assert cells["seeds"] == "3 of 3" and cells["Held-out correct clusters@8"].endswith("(2 seeds)")
+    assert "seeds" not in cells["Held-out reward"]
 
 
 def test_evaluations_of_replaced_weights_are_omitted(tmp_path: Path):
