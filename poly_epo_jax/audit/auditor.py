@@ -109,8 +109,7 @@ class Auditor:
                 probes["paraphrase"], failures["paraphrase"] = (), f"{error.kind}: {error}"
         for name, rules in probes.items():
             if copy := copy_of(group.responses[place], rules, group.problem, self._task):
-                added = dataclasses.replace(group, responses=(*group.responses, copy))
-                asked[name] = (self._judge, added, COPIED)
+                asked[name] = (self._judge, dataclasses.replace(group, responses=(*group.responses, copy)), COPIED)
         by_name = dict(zip(asked, await asyncio.gather(*(_request(*one) for one in asked.values())), strict=True))
         found = {name: reply for name, reply in by_name.items() if isinstance(reply, np.ndarray)}
         failures |= {name: reply for name, reply in by_name.items() if isinstance(reply, str)}

@@ -88,8 +88,7 @@ def check_benchmark(name: str) -> None:
       ConfigError: If the benchmark is none of these. The message lists the known benchmarks.
     """
     source, known = split_label(name)[1], {*BENCHMARKS, *TASKS} - {"math"}
-    is_path = re.search("[/.:]", source) or Path(source).exists()
-    if source not in known and not is_path:
+    if source not in known and not (re.search("[/.:]", source) or Path(source).exists()):
         raise ConfigError(f"{source!r} is not a benchmark, a file or a dataset OWNER/NAME{did_you_mean(source, known)}")
 
 

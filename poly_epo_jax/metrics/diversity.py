@@ -100,6 +100,5 @@ def polychromic_value(rewards: Float[np.ndarray, " N"], clusters: Int[np.ndarray
     else:
         sets = np.argsort(np.random.default_rng(0).random((MAX_SETS, count)))[:, :size]
     ids = np.sort(clusters[sets])
-    is_new = np.diff(ids, prepend=ids.min() - 1) != 0
-    diversity = (is_new & (ids != DEGENERATE_CLUSTER)).mean(axis=1)
+    diversity = ((np.diff(ids, prepend=ids.min() - 1) != 0) & (ids != DEGENERATE_CLUSTER)).mean(axis=1)
     return float((rewards[sets].mean(axis=1) * diversity).mean())

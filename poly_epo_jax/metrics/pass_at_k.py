@@ -24,8 +24,7 @@ def pass_at_k(num_generations: int, num_correct: Int[np.ndarray, " P"], k: int) 
         raise ValueError(f"num_correct must lie between 0 and num_generations={num_generations}.")
     # The ratio of binomials is a cumulative product over c with factors in [0, 1], which cannot overflow for large m.
     rest = num_generations - np.arange(num_generations)
-    none_correct = np.cumprod(np.concatenate([[1.0], np.maximum(rest - k, 0) / rest]))
-    return 1 - none_correct[num_correct]
+    return 1 - np.cumprod(np.concatenate([[1.0], np.maximum(rest - k, 0) / rest]))[num_correct]
 
 
 def best_of_k(rewards: Float[np.ndarray, "P m"], k: int) -> Float[np.ndarray, " P"]:

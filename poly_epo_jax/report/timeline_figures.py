@@ -79,8 +79,7 @@ def excerpts(windows: Windows) -> list[TimelineExcerpt]:
     if not steps:
         return []
     seconds = np.array([windows[step].seconds for step in steps])
-    off = np.abs(seconds - np.median(seconds))
-    median_index = len(steps) - 1 - int(np.argmin(off[::-1]))
+    median_index = len(steps) - 1 - int(np.argmin(np.abs(seconds - np.median(seconds))[::-1]))
     first = max(0, min(median_index - 1, len(steps) - CONSECUTIVE))
     around = steps[first : first + CONSECUTIVE]
     return [_excerpt(windows, [steps[median_index]]), *([_excerpt(windows, around)] if len(around) > 1 else [])]

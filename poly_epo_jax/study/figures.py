@@ -234,8 +234,7 @@ def draw_band(
     table = np.stack(curves if marked or not smooth else [figures.smooth(values) for values in curves])
     if places:
         steps = np.array([np.mean([of_seed[step] for of_seed in places]) for step in steps.tolist()])
-    line = hollow_line(style) if marked else {**style, "marker": ""}
-    axes.plot(steps, table.mean(axis=0), **line)
+    axes.plot(steps, table.mean(axis=0), **(hollow_line(style) if marked else {**style, "marker": ""}))
     axes.fill_between(steps, table.min(axis=0), table.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
 
 

@@ -99,8 +99,7 @@ def run_state(folder: Path) -> RunState:
     row = last_row(folder / run_folder.METRICS)
     step = row.get("step", 0)
     complete = step == num_steps and (not evaluates or any(map(is_held_out, row)))
-    saved = (folder / run_folder.CHECKPOINTS / str(num_steps)).is_dir()
-    return RunState(step, num_steps, complete and saved)
+    return RunState(step, num_steps, complete and (folder / run_folder.CHECKPOINTS / str(num_steps)).is_dir())
 
 
 def clock(seconds: float) -> str:

@@ -84,8 +84,7 @@ def _points(results: StudyResults, task: str) -> list[Point]:
             cell = (task, method, rate)
             x, y = results.interval(cell, CORRECT_OF_8), results.interval(cell, REWARD)
             if x is not None and y is not None:
-                rank = (index + 1) * num_methods - method_index
-                size = 5 + 11 * rank / (num_methods * len(results.learning_rates))
+                size = 5 + 11 * ((index + 1) * num_methods - method_index) / (num_methods * len(results.learning_rates))
                 found.append(Point(x, y, method, f"{rate:g}" if len(results.learning_rates) > 1 else "", size))
     return found
 
