@@ -45,8 +45,11 @@ def plot_audits(audits: Mapping[str, Sequence[Row]], set_sizes: Mapping[str, int
                 for name, look in zip(filter(None, names), ({}, {"linestyle": ":", "marker": "s"}), strict=False):
                     points = {step: of_step[name] for step, of_step in found.items() if of_step[name]}
                     shown = f"{label}, {'judge' if not look else 'auditor'}" if names[1] else label
-                    means = [value["mean"] for value in points.values()]
-                    axes.plot([*points], means, **dict[str, Any](MARKED | style | look | {"label": shown}))
+                    axes.plot(
+                        [*points],
+                        [value["mean"] for value in points.values()],
+                        **dict[str, Any](MARKED | style | look | {"label": shown}),
+                    )
                     ends = {step: value for step, value in points.items() if value["low"] is not None}
                     low, high = ([value[end] for value in ends.values()] for end in ("low", "high"))
                     axes.fill_between([*ends], low, high, color=style["color"], alpha=0.15, linewidth=0)
@@ -84,8 +87,12 @@ def audit_details(label: str, folder: Path, rows: Sequence[Row], set_size: int) 
     pairs = [[degenerate_as_singletons(np.array(row[name])) for name in ("clusters", "auditor")] for row in judged]
     order = [judged[index] for index in np.argsort([adjusted_rand_index(*pair) for pair in pairs], kind="stable")]
     steps = {row["step"] for row in order[:SHOWN_PROMPTS]}
-    logged = (row for row in read_rows(folder / GENERATIONS, LOGGED_GENERATION) if row["step"] in steps)
-    responses = {group.name: group.responses for group in read_generations(logged)}
+    responses = {
+        group.name: group.responses
+        for group in read_generations(
+            row for row in read_rows(folder / GENERATIONS, LOGGED_GENERATION) if row["step"] in steps
+        )
+    }
     for row in order[:SHOWN_PROMPTS]:
         texts = [TextExcerpt.of(text).within(SHOWN_CHARACTERS) for text in responses.get(row["group"], ())]
         lines = sorted(zip(texts, row["clusters"], row["auditor"], strict=False), key=itemgetter(1, 2))

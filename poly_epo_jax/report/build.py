@@ -138,8 +138,9 @@ def _audits(runs: Mapping[str, RunRecords]) -> tuple[Figure | None, str]:
     """Returns the figure of the audits, and HTML below it. The figure is None if no run was audited."""
     sizes = {label: run.config.get("algo", {}).get("set_size", 1) for label, run in runs.items() if run.audit}
     figure = audits.plot_audits({label: runs[label].audit for label in sizes}, sizes)
-    details = (audits.audit_details(label, runs[label].folder, runs[label].audit, sizes[label]) for label in sizes)
-    return figure, "".join(details)
+    return figure, "".join(
+        (audits.audit_details(label, runs[label].folder, runs[label].audit, sizes[label]) for label in sizes)
+    )
 
 
 def _create(page: Path) -> None:

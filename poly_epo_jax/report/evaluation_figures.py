@@ -218,8 +218,9 @@ def plot_majority(evaluations: Evaluations, line_styles: LineStyles) -> Figure |
         axes.plot(shares, accuracies, **figures.MARKED, **style)
         if votes and not axes.texts:  # one label per panel: all lines end at the same k
             text, position = f"k = {max(votes)}", (shares[-1], accuracies[-1])
-            note = axes.annotate(text, position, (0, 6), textcoords="offset points", ha="center", fontsize=8)
-            note.set(color=style["color"], path_effects=[withStroke(linewidth=2.5, foreground="white")])
+            axes.annotate(text, position, (0, 6), textcoords="offset points", ha="center", fontsize=8).set(
+                color=style["color"], path_effects=[withStroke(linewidth=2.5, foreground="white")]
+            )
 
     def finish(axes: Axes) -> None:
         axes.set_xlabel("vote share of the majority answer")

@@ -92,8 +92,15 @@ def _read_run(folder: Path) -> RunRecords:
         )
     timeline = _read_timeline(folder / TIMELINE)
     config, about = (read_object(folder / name, "repair or delete it") for name in (CONFIG, ABOUT))
-    audit = list(read_json_rows(folder / AUDIT, AUDITED))
-    return RunRecords(folder, rows, read_rows(folder / TIMING), timeline, config, about.get("versions", []), audit)
+    return RunRecords(
+        folder,
+        rows,
+        read_rows(folder / TIMING),
+        timeline,
+        config,
+        about.get("versions", []),
+        list(read_json_rows(folder / AUDIT, AUDITED)),
+    )
 
 
 def _read_timeline(path: Path) -> dict[int, Window]:

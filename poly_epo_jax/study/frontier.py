@@ -149,8 +149,9 @@ def _label_points(axes: Axes, results: StudyResults, points: Sequence[Point]) ->
     offsets = [radius * turn for radius in range(16, 120, 6) for turn in turns]
     for point, center in zip(points, centers, strict=True):
         size = np.array([2.4 * len(point.text) + 2, 5.0])  # half of the width and height of a text of 7.5 points
-        free = (o for o in offsets if all(np.any(np.abs(center + o - at) >= size + room) for at, room in taken))
-        offset = next(free, None)
+        offset = next(
+            (o for o in offsets if all(np.any(np.abs(center + o - at) >= size + room) for at, room in taken)), None
+        )
         if offset is None or not point.text:
             continue
         taken.append((center + offset, size))

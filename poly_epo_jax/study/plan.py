@@ -155,8 +155,10 @@ def write_plan(study: Study, runs: Sequence[StudyRun]) -> None:
       study: The study, with its folder.
       runs: All runs of the study.
     """
-    run_keys = [dataclasses.asdict(run.key) for run in runs]
-    write_json(Path(study.folder) / PLAN, {"baseline": study.resolved_baseline, "runs": run_keys})
+    write_json(
+        Path(study.folder) / PLAN,
+        {"baseline": study.resolved_baseline, "runs": [dataclasses.asdict(run.key) for run in runs]},
+    )
 
 
 def _check_evaluation(evaluation: Evaluation | None, config: Config) -> None:
@@ -180,8 +182,11 @@ def _arguments(study: Study, run_key: RunKey, folder: Path, overrides: Sequence[
     changes: dict[str, Any] = {**study.settings, **task.changes, **study.methods[run_key.method]}
     changes |= {RATE: run_key.rate, SEED: run_key.seed, WORKDIR: str(folder)}
     given = {override.partition("=")[0] for override in overrides}
-    flags = [flag for flag in _flags(changes) if flag.partition("=")[0] not in given]
-    return [f"--config={task.config}", *flags, *overrides]
+    return [
+        f"--config={task.config}",
+        *(flag for flag in _flags(changes) if flag.partition("=")[0] not in given),
+        *overrides,
+    ]
 
 
 def _flags(changes: Changes) -> list[str]:

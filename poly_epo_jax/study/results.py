@@ -65,8 +65,9 @@ class Result:
     @property
     def metrics(self) -> set[str]:
         """Names of the metrics that the run and its evaluations have, see `at_end`."""
-        evaluated = {f"{benchmark}: {name}" for benchmark, one in self.evaluations.items() for name in one["metrics"]}
-        return evaluated.union(*self.rows)
+        return {f"{benchmark}: {name}" for benchmark, one in self.evaluations.items() for name in one["metrics"]}.union(
+            *self.rows
+        )
 
     def at_end(self, metric: str) -> float | None:
         """Returns the last value of a metric, or None if there is none.
@@ -77,8 +78,10 @@ class Result:
         benchmark, _, name = metric.rpartition(": ")
         values: Mapping[str, Any] = {}
         if benchmark:
-            evaluated = self.evaluations.get(benchmark, {"metrics": {}})["metrics"]
-            values = {name: entry["mean"] for name, entry in evaluated.items()}
+            values = {
+                name: entry["mean"]
+                for name, entry in self.evaluations.get(benchmark, {"metrics": {}})["metrics"].items()
+            }
         elif rows := [
             row for row in self.rows if metric in row or (is_held_out(metric) and any(map(is_held_out, row)))
         ]:

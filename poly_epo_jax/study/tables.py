@@ -63,8 +63,9 @@ def pass_at_k_tables(results: StudyResults, task: str, benchmark: str) -> dict[s
         means = [_mean_text(results, cell, name) for name in names]
         rows.append([cell[1], f"{cell[2]:g}", *means, *crossing, _mean_text(results, cell, EVER_SOLVED, digits=0)])
     compared = _differences(results, curves, names, titles)
-    title = f"Difference in pass@k on {benchmark} from {results.baseline}"
-    return ({f"pass@k on {benchmark}": rows} if every else {}) | ({title: compared} if compared else {})
+    return ({f"pass@k on {benchmark}": rows} if every else {}) | (
+        {f"Difference in pass@k on {benchmark} from {results.baseline}": compared} if compared else {}
+    )
 
 
 def _mean_text(results: StudyResults, cell: Cell, metric: str, digits: int = 3) -> str:
