@@ -12,8 +12,8 @@ from poly_epo_jax.metrics.branching import mean_active_branches
 from poly_epo_jax.metrics.evaluation import describe, problem_values
 from poly_epo_jax.metrics.intervals import bootstrap_interval, fraction_interval
 
+# Arrays that metrics read, by their columns in generations.jsonl.
 _COLUMNS = {"reward": "rewards", "correct": "correct", "answer": "answers", "cluster": "clusters"}
-"""Arrays that metrics read, by their columns in generations.jsonl."""
 
 INTERVALS = (
     "95% intervals over problems: Learned-Miller and Thomas (2019) for fractions such as pass@k and majority@k, which "

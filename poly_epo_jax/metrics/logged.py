@@ -469,12 +469,12 @@ LOGGED_METRICS: Registry[LoggedMetric] = Registry(
 """Logged metrics by name. `PREFIX/*` stands for all names with this prefix without a separate entry, and `{name}` in
 its title for the rest of the name."""
 
+# Prefixes of the metrics that tasks, samplers and judges report themselves.
 _COUNTERS = (
     *("grader/", "rollouts/"),
     *("judge/retries", "judge/shortened_responses", "judge/prompt_tokens", "judge/reply_tokens"),
     *("environment/retries", "environment/no_room"),
 )
-"""Prefixes of the metrics that tasks, samplers and judges report themselves."""
 _RESERVED = frozenset(name for name in LOGGED_METRICS if not name.startswith(_COUNTERS))
 
 

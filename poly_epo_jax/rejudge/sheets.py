@@ -20,8 +20,8 @@ from poly_epo_jax.types import DEGENERATE_CLUSTER
 
 SHEET = "clusters.csv"
 COLUMNS = ("problem", "response", "cluster", "rationale", "text", "prompt")
+# Places before formulas. Some programs also end a cell at a semicolon, a tab or a line break in a text.
 _FORMULA = re.compile(r"""(^|[;\t\r\n])(?=[\s"']*[=+\-@\uff0b\uff0d\uff1d\uff20])|^(?=[\t\r])""")
-"""Places before formulas. Some programs also end a cell at a semicolon, a tab or a line break in a text."""
 
 
 def write_sheet(path: Path, groups: Sequence[RecordedGroup], rows: Mapping[str, Row]) -> None:

@@ -139,7 +139,7 @@ def _audits(runs: Mapping[str, RunRecords]) -> tuple[Figure | None, str]:
     sizes = {label: run.config.get("algo", {}).get("set_size", 1) for label, run in runs.items() if run.audit}
     figure = audits.plot_audits({label: runs[label].audit for label in sizes}, sizes)
     return figure, "".join(
-        (audits.audit_details(label, runs[label].folder, runs[label].audit, sizes[label]) for label in sizes)
+        audits.audit_details(label, runs[label].folder, runs[label].audit, sizes[label]) for label in sizes
     )
 
 

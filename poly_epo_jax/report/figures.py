@@ -45,8 +45,8 @@ COMPARED = (HELD_OUT_REWARD, HELD_OUT_CORRECT_CLUSTERS)
 
 # Color-blind safe palette of Okabe and Ito. Lines with the same color differ in dashes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Index of the color of the policies of each method, and of the policy before training.
 _METHOD_COLORS = {"poly_epo": 0, "grpo": 1, "grpo_div": 2, "max_rl": 3, "dapo": 4, "base": 6}
-"""Index of the color of the policies of each method, and of the policy before training."""
 _OTHER_COLORS = (3, 4, 5, 0, 1, 2, 6)
 _DASHES = ("-", "--", ":")  # followed by dashes with one dot, two dots, ...
 # Families with Chinese, Japanese and Korean characters, which DejaVu Sans lacks. Installed families are used.

@@ -32,8 +32,8 @@ STAGES = {
     "checkpoint": "checkpointing",
 }
 """Names of the stages in sentences, in the order in which a batch passes through the stages. Figures show the keys."""
+# Maximum gap in seconds between the two parts of a span that was split at the end of a step. Parts are rounded.
 _CUT_APART = 2e-4
-"""Maximum gap in seconds between the two parts of a span that was split at the end of a step. Parts are rounded."""
 _PALE, _GRAY = 0.4, "#777777"
 
 

@@ -23,8 +23,8 @@ from poly_epo_jax.rollouts.text_encoding import (
 from poly_epo_jax.types import Interactive, Problem, Task
 
 _QUESTION = {"role": "user", "content": "question"}
+# Answer of the dummy conversation. Templates may remove the think block, but not the part after it.
 _ANSWER = "<think>\nreasons\n</think>\n\nthe answer of a dummy"
-"""Answer of the dummy conversation. Templates may remove the think block, but not the part after it."""
 
 
 def encode_between(

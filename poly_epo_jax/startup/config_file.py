@@ -23,8 +23,8 @@ from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.config.section import read_section
 from poly_epo_jax.startup.read_config import refuse_passwords
 
+# FILE or FILE:METHOD,MACHINE. Folders of files may contain colons; names of recipes may not.
 _VALUE = re.compile(r"(?P<file>.*\.py(?=:|$)|[^:]*)(?::(?P<names>.*))?", re.DOTALL)
-"""FILE or FILE:METHOD,MACHINE. Folders of files may contain colons; names of recipes may not."""
 
 
 def load_config(text: str) -> ConfigDict:

@@ -16,8 +16,8 @@ from poly_epo_jax.report import figures
 from poly_epo_jax.study.figures import add_legend, line_styles
 from poly_epo_jax.study.results import CORRECT_OF_8, REWARD, StudyResults
 
+# Two points are neighbors if their distance is at most this fraction of the range of the points, on both axes.
 _NEAR = 0.12
-"""Two points are neighbors if their distance is at most this fraction of the range of the points, on both axes."""
 
 
 class Point(NamedTuple):

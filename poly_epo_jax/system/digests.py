@@ -14,10 +14,10 @@ from poly_epo_jax.system.json_files import write_json
 
 DIGESTS = "digests.json"
 _READERS = 4
+# Minimum size of a file whose digest is cached. Smaller files are read each time.
 _CACHED_BYTES = 2**20
-"""Minimum size of a file whose digest is cached. Smaller files are read each time."""
+# Minimum age in seconds of a modification for caching a digest, because two writes can have the same time.
 _SETTLED_SECONDS = 2.0
-"""Minimum age in seconds of a modification for caching a digest, because two writes can have the same time."""
 
 
 def file_digests(files: Sequence[Path]) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 ROOT = Path("/")
 """Root of the file system that contains `proc` and the mounted control groups."""
 
+# Files with memory limits: memory.max (kills) and memory.high (throttles) of cgroup v2, and the limit of cgroup v1.
 _MEMORY = ("memory.max", "memory.high", "memory.limit_in_bytes")
-"""Files with memory limits: memory.max (kills) and memory.high (throttles) of cgroup v2, and the limit of cgroup v1."""
 
 
 def memory_limit() -> int:
