@@ -113,7 +113,7 @@ class Auditor:
         by_name = dict(zip(asked, await asyncio.gather(*(_request(*one) for one in asked.values())), strict=True))
         found = {name: reply for name, reply in by_name.items() if isinstance(reply, np.ndarray)}
         failures |= {name: reply for name, reply in by_name.items() if isinstance(reply, str)}
-        row = empty_row(step, group, failures) | {"judge": self.second}
+        row: Row = empty_row(step, group, failures) | {"judge": self.second}
         if "auditor" in found:
             row["auditor"] = found.pop("auditor").tolist()
         recorded = degenerate_as_singletons(np.array(group.clusters))
