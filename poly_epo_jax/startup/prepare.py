@@ -31,7 +31,7 @@ from poly_epo_jax.startup.read_config import make_task, training_judge
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
 from poly_epo_jax.startup.resume_code import check_resume_code
 from poly_epo_jax.startup.rules import check_rules, task_rules
-from poly_epo_jax.step.advantages import check_estimator
+from poly_epo_jax.step.advantages import check_estimator, check_loss
 from poly_epo_jax.step.partial_groups import min_group
 from poly_epo_jax.system.limits import memory_limit
 from poly_epo_jax.types import Judge, Task
@@ -85,6 +85,7 @@ def prepare(config: Config) -> Prepared:
     judge = training_judge(config, task)
     for size in {config.train.num_generations, min_group(config)}:
         check_estimator(config.algo, size)
+    check_loss(config.algo)
     model_config = configured_shape(config, task)
     if max_sequence_tokens(config) > model_config.max_position:
         raise ConfigError(
