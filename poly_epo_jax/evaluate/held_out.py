@@ -96,8 +96,9 @@ async def _draw(
     """Returns the graded groups, and the counters of judge, sampling and environment. Must run in a separate task."""
     EVALUATES.set(True)
     graded = await grade_groups(groups, problems, task, judge, timeout_seconds=rollouts.grading_timeout_seconds)
-    components = judge, rollouts, rollouts.environments
-    return graded, await checked_counts(*components, timeout_seconds=rollouts.grading_timeout_seconds)
+    return graded, await checked_counts(
+        judge, rollouts, rollouts.environments, timeout_seconds=rollouts.grading_timeout_seconds
+    )
 
 
 def _values(graded: Sequence[GradedGroup], timeout_seconds: float) -> dict[str, Float[np.ndarray, " _"]]:

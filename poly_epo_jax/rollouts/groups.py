@@ -91,8 +91,11 @@ class Rollouts:
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self.grading_timeout_seconds, self._omits_failed_requests = grading_timeout_seconds, omits_failed_requests
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
-        limits = (episode_timeout_seconds, environment_workers, environment_memory_gb)
-        self.environments = Environments(task, *limits) if isinstance(task, Interactive) else None
+        self.environments = (
+            Environments(task, episode_timeout_seconds, environment_workers, environment_memory_gb)
+            if isinstance(task, Interactive)
+            else None
+        )
         self._max_reply_tokens = maximum_reply(task)
         self._conversations: set[asyncio.Task[Group]] = set()
         # Number of characters of prompts and replies that the tokenizer cannot encode. Evaluations are counted apart.

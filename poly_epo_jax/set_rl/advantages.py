@@ -63,8 +63,7 @@ def marginal_set_advantages(
         `sets` has an invalid shape or was made for another N, if n >= N, or if the objective does not return an array
         with one score per set.
     """
-    first = next(iter(features.values()), None)
-    return in_kind_of(first, lambda: _marginal_set_advantages(objective, sets, features))
+    return in_kind_of(next(iter(features.values()), None), lambda: _marginal_set_advantages(objective, sets, features))
 
 
 def _marginal_set_advantages(objective: SetObjective, sets: Sets, features: Mapping[str, Any]) -> Float[Array, "P N"]:

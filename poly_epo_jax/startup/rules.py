@@ -210,8 +210,8 @@ def _estimator(config: Config) -> Rules:
     )
     yield (
         added and config.judge.on_failure == "distinct",
-        f"judge.on_failure='distinct' only replaces clusters, but {estimator.title} also reads {', '.join(added)} of the "
-        "judge, which are missing where the judge failed; set judge.on_failure=drop.",
+        f"judge.on_failure='distinct' only replaces clusters, but {estimator.title} also reads {', '.join(added)} of "
+        "the judge, which are missing where the judge failed; set judge.on_failure=drop.",
     )
 
 

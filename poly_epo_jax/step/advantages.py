@@ -72,8 +72,11 @@ def _focal(estimator: Estimator, gamma: float) -> Estimator:
         unweighted = estimator.advantages(key, {name: features[name] for name in estimator.reads})
         return unweighted * (1 - features["rewards"].mean(axis=1, keepdims=True)) ** gamma
 
-    reads = tuple(dict.fromkeys((*estimator.reads, "rewards")))
-    return estimator._replace(advantages=advantages, reads=reads, title=f"{estimator.title}, focal {gamma:g}")
+    return estimator._replace(
+        advantages=advantages,
+        reads=tuple(dict.fromkeys((*estimator.reads, "rewards"))),
+        title=f"{estimator.title}, focal {gamma:g}",
+    )
 
 
 def method_title(algo: AlgoSection) -> str:
@@ -111,8 +114,7 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
         rows = []
         for place, problem in enumerate(problems):
             (word,) = generation_seeds(step, problem, 1)
-            own = {name: features[name][place : place + 1] for name in estimator.reads}
-            values = compiled(word, own)
+            values = compiled(word, {name: features[name][place : place + 1] for name in estimator.reads})
             _check_shape(estimator, values, next(iter(features.values())).shape[1])
             if not np.isfinite(values).all():
                 raise ValueError(

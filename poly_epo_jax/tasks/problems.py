@@ -172,9 +172,9 @@ def load_problems(
         text, identifier = row.get(problem_column), row.get(id_column)
         is_blank = text is None or (isinstance(text, str) and not text.strip())
         if is_blank or answer_column not in row:
-            column = problem_column if is_blank else answer_column
             raise ValueError(
-                f"Row {number} of {source} has no value in column {column!r}; its columns are {', '.join(row)}."
+                f"Row {number} of {source} has no value in column {problem_column if is_blank else answer_column!r}; "
+                f"its columns are {', '.join(row)}."
             )
         if not isinstance(text, str):
             raise ValueError(
