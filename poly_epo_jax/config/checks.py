@@ -35,8 +35,7 @@ NOT_EMPTY = Check(lambda text: bool(text.strip()), "must not be empty")
 
 def one_of(*allowed: Any) -> Check:
     """Returns a check that a value is one of the allowed values. Its rule does not list an allowed empty string."""
-    names = ", ".join(filter(None, sorted(map(str, allowed))))
-    return Check(lambda value: value in allowed, f"must be one of {names}")
+    return Check(lambda value: value in allowed, f"must be one of {', '.join(filter(None, sorted(map(str, allowed))))}")
 
 
 def _is_pattern(text: str) -> bool:

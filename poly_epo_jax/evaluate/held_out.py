@@ -93,10 +93,12 @@ async def evaluate_held_out(
 async def _draw(
     groups: AsyncIterator[Group], problems: Sequence[Problem], rollouts: Rollouts, task: Task, judge: Judge
 ) -> tuple[list[GradedGroup], Metrics]:
-    """Returns the graded groups, and the counters of judge and environment. Must run in a separate task."""
+    """Returns the graded groups, and the counters of judge, sampling and environment. Must run in a separate task."""
     EVALUATES.set(True)
     graded = await grade_groups(groups, problems, task, judge, timeout_seconds=rollouts.grading_timeout_seconds)
-    return graded, await checked_counts(judge, rollouts.environments, timeout_seconds=rollouts.grading_timeout_seconds)
+    return graded, await checked_counts(
+        judge, rollouts, rollouts.environments, timeout_seconds=rollouts.grading_timeout_seconds
+    )
 
 
 def _values(graded: Sequence[GradedGroup], timeout_seconds: float) -> dict[str, Float[np.ndarray, " _"]]:

@@ -45,7 +45,7 @@ class ExactJudge:
         """Returns one cluster per strategy. Generations without a strategy are in `DEGENERATE_CLUSTER`.
 
         Raises:
-          ValueError: If the task returns a strategy that is not hashable.
+          ValueError: If the task returns a strategy that is not hashable, or that is or contains NaN.
         """
         strategies = self._strategies(group)
         try:
@@ -86,10 +86,22 @@ def clusters_of(keys: Sequence[Hashable | None]) -> Clustering:
 
     Raises:
       TypeError: If a key is not hashable.
+      ValueError: If a key is not equal to itself, such as NaN or a tuple with NaN.
     """
     unused = (i for i in itertools.count() if i not in COUNTING_CLUSTERS)
     ids: dict[Hashable, int] = {None: DEGENERATE_CLUSTER}
     for key in keys:
         if key not in ids:
+            if _has_nan(key):
+                raise ValueError(
+                    f"The key {key!r:.100} is or contains NaN, so responses with this key would not share a cluster; "
+                    "use None for a degenerate response, or another value."
+                )
             ids[key] = next(unused)
     return Clustering(np.array([ids[key] for key in keys], np.int32))
+
+
+def _has_nan(key: Any) -> bool:
+    """Returns True if a key, or a value in a tuple, is not equal to itself."""
+    # A tuple with NaN equals itself, but not a tuple with another NaN.
+    return any(map(_has_nan, key)) if isinstance(key, tuple | frozenset) else bool(key != key)

@@ -245,8 +245,14 @@ def prefill(config: ModelConfig, weights: Params, tokens: Int[Array, "Q L"], val
         return out.reshape(rows * length, *out.shape[2:])
 
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    mixers = {"layers": attend, "linear_layers": attend_linearly}
-    _hidden_states(config, weights, tokens.reshape(-1), positions.reshape(-1), valid.reshape(-1), mixers)
+    _hidden_states(
+        config,
+        weights,
+        tokens.reshape(-1),
+        positions.reshape(-1),
+        valid.reshape(-1),
+        {"layers": attend, "linear_layers": attend_linearly},
+    )
     return KVCache(tuple(keys), tuple(values), tuple(states), length, config.attention_windows)
 
 
@@ -297,8 +303,7 @@ def decode(
         out, states[i] = decode_linear_attention(config, inputs, states[i])
         return out
 
-    mixers = {"layers": attend, "linear_layers": attend_linearly}
-    x = _hidden_states(config, weights, tokens, positions, active, mixers)
+    x = _hidden_states(config, weights, tokens, positions, active, {"layers": attend, "linear_layers": attend_linearly})
     logits = jnp.matmul(weights["head"], x.T, preferred_element_type=jnp.float32)
     return logits, dataclasses.replace(cache, k=tuple(keys), v=tuple(values), linear=tuple(states))
 

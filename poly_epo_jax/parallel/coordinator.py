@@ -32,8 +32,8 @@ def check_port(coordinator: str) -> None:
     try:
         socket.create_server((host.strip("[]"), int(port)), family=family).close()
     except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]
         raise ValueError(
-            f"hosts.coordinator_address={coordinator}: process 0 cannot listen on port {port} ({reason}); "
-            "choose another port for all processes, or end the process that uses it."
+            f"hosts.coordinator_address={coordinator}: process 0 cannot listen on port {port} "
+            f"({str(error.strerror).partition(' (')[0]}); choose another port for all processes, or end the process "
+            "that uses it."
         ) from error

@@ -229,8 +229,11 @@ def host_mesh(mesh: Mesh) -> Mesh:
     if len({device.process_index for device in mesh.devices.flat}) == 1:
         return mesh
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    arranged = np.asarray(local).reshape([*host_axes(mesh.shape, len(local)).values()])
-    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(
+        np.asarray(local).reshape([*host_axes(mesh.shape, len(local)).values()]),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+    )
 
 
 def params_on_host(params: Params, mesh: Mesh, dtype: str = "") -> Params:

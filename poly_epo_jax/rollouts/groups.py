@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from poly_epo_jax.rollouts.prompts import encode_prompts
 from poly_epo_jax.rollouts.returned_values import maximum_reply
 from poly_epo_jax.rollouts.turn_queue import TurnQueue, Turns
 from poly_epo_jax.system.daemon_thread import in_daemon_thread
+from poly_epo_jax.system.evaluates import EVALUATES
 from poly_epo_jax.system.http_client import RequestError
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
 from poly_epo_jax.system.run_to_completion import cancel_all
@@ -89,11 +91,15 @@ class Rollouts:
         self._tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self.grading_timeout_seconds, self._omits_failed_requests = grading_timeout_seconds, omits_failed_requests
         self._token_text = functools.cache(lambda token_id: str(tokenizer.decode([token_id])))
-        limits = (episode_timeout_seconds, environment_workers, environment_memory_gb)
-        self.environments = Environments(task, *limits) if isinstance(task, Interactive) else None
+        self.environments = (
+            Environments(task, episode_timeout_seconds, environment_workers, environment_memory_gb)
+            if isinstance(task, Interactive)
+            else None
+        )
         self._max_reply_tokens = maximum_reply(task)
         self._conversations: set[asyncio.Task[Group]] = set()
-        self._num_replaced = 0  # Number of characters of prompts and replies that the tokenizer cannot encode.
+        # Number of characters of prompts and replies that the tokenizer cannot encode. Evaluations are counted apart.
+        self._num_replaced = Counter[bool]()
 
     async def push_weights(self, params: Params, version: int) -> None:
         """Pushes new weights to the sampler, after all multi-turn generations in progress are complete.
@@ -113,8 +119,8 @@ class Rollouts:
             await self.sampler.sleep()
 
     def metrics(self) -> Metrics:
-        """Returns the number of replaced characters since the last call, if it is above 0."""
-        count, self._num_replaced = self._num_replaced, 0
+        """Returns the number of replaced characters since the last call, if it is above 0, see `EVALUATES`."""
+        count = self._num_replaced.pop(EVALUATES.get(), 0)
         return {"rollouts/replaced_characters": float(count)} if count else {}
 
     async def generate(
@@ -205,7 +211,7 @@ class Rollouts:
 
     def _encode(self, problems: Sequence[Problem]) -> list[Int[np.ndarray, " L"]]:
         prompts = encode_prompts(self._tokenizer, problems, self._vocab_size)
-        self._num_replaced += sum(len(SURROGATE.findall(problem.prompt)) for problem in problems)
+        self._num_replaced[EVALUATES.get()] += sum(len(SURROGATE.findall(problem.prompt)) for problem in problems)
         for problem, ids in zip(problems, prompts, strict=True):
             if not len(ids):
                 raise ValueError(f"The prompt of problem {problem.id!r} is empty; remove the problem.")
@@ -263,7 +269,7 @@ class Rollouts:
         arguments = (self._tokenizer, reply, problem.chat, stop_text, self._vocab_size, max(room, limit or 0))
         # In a thread, a long reply does not delay the trainer or its shutdown.
         reply, count, ids = await in_daemon_thread(lambda: encode_reply(*arguments))
-        self._num_replaced += count
+        self._num_replaced[EVALUATES.get()] += count
         if limit is not None and len(ids) > limit:
             raise FailedEpisode("long", f"A reply of problem {problem.id!r} exceeds max_reply_tokens={limit}")
         if len(ids) >= room or len(before.turns) // 2 + 1 >= sampling.max_turns:

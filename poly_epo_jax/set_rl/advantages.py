@@ -20,6 +20,7 @@ from poly_epo_jax.set_rl.groups import (
     Tensor,
     as_features,
     cluster_sizes,
+    described,
     in_kind_of,
     rarity,
     returns_kind_of_input,
@@ -59,11 +60,10 @@ def marginal_set_advantages(
 
     Raises:
       ValueError: If a feature is invalid (see `as_features`), if a feature that the objective reads is missing, if
-        `sets` has an invalid shape or was made for another N, if n >= N, or if the objective does not return one score
-        per set.
+        `sets` has an invalid shape or was made for another N, if n >= N, or if the objective does not return an array
+        with one score per set.
     """
-    first = next(iter(features.values()), None)
-    return in_kind_of(first, lambda: _marginal_set_advantages(objective, sets, features))
+    return in_kind_of(next(iter(features.values()), None), lambda: _marginal_set_advantages(objective, sets, features))
 
 
 def _marginal_set_advantages(objective: SetObjective, sets: Sets, features: Mapping[str, Any]) -> Float[Array, "P N"]:
@@ -76,16 +76,20 @@ def _marginal_set_advantages(objective: SetObjective, sets: Sets, features: Mapp
     table = as_sets(sets, num_prompts, num_generations)
 
     def one_prompt(sets_Kn: Array, features: dict[str, Array]) -> Array:
-        scores_K = objective(**{name: feature[sets_Kn] for name, feature in features.items()})
-        if scores_K.shape != (len(sets_Kn),):
-            raise ValueError(f"The objective returned shape {scores_K.shape}, but must return one score per set, [K].")
-        advantages_K = subtract_mean(scores_K)
+        scores_K: Any = objective(**{name: feature[sets_Kn] for name, feature in features.items()})
+        if getattr(scores_K, "shape", None) != (len(sets_Kn),):
+            raise ValueError(
+                f"The objective {getattr(objective, '__name__', type(objective).__name__)} returned "
+                f"{described(scores_K)}, but must return one score per set, [K]; return an array."
+            )
+        advantages_K = subtract_mean(jnp.asarray(scores_K, jnp.result_type(scores_K, float)))
         contains_KN = (sets_Kn[:, :, None] == jnp.arange(num_generations)[None, None, :]).any(axis=1)
         sums_N = jnp.where(contains_KN, advantages_K[:, None], 0).sum(axis=0)
         return sums_N / jnp.maximum(contains_KN.sum(axis=0), 1)
 
-    sets_axis = 0 if table.ndim == 3 else None
-    return jax.vmap(one_prompt, in_axes=(sets_axis, 0))(table, {name: arrays[name] for name in reads})
+    return jax.vmap(one_prompt, in_axes=(0 if table.ndim == 3 else None, 0))(
+        table, {name: arrays[name] for name in reads}
+    )
 
 
 @returns_kind_of_input

@@ -142,6 +142,11 @@ def as_numpy(name: str, values: Any, counts: Any = True) -> np.ndarray:
     return converted
 
 
+def described(returned: Any) -> str:
+    """Describes a returned value in an error message, such as "an array of shape (8,)" or "a NoneType"."""
+    return f"an array of shape {returned.shape}" if hasattr(returned, "shape") else f"a {type(returned).__name__}"
+
+
 def _dtype(name: str, given: np.dtype) -> np.dtype:
     """Returns the type to which `as_numpy` converts values of the type `given`."""
     is_integer = given.kind == "b" or jnp.issubdtype(given, jnp.integer)

@@ -203,8 +203,9 @@ def clip_cov_loss(
     order = jnp.where(is_candidate, jax.random.uniform(_key_of(tokens), term.shape), -1)
     is_detached = is_candidate & _is_highest(order, _num_selected(cov_fraction, tokens))
     term = jnp.where(is_detached, jax.lax.stop_gradient(term), term)
-    metrics = _ratio_metrics(held_back, tokens, ratio)
-    return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_detached, dtype=jnp.float32)}
+    return _loss(term, tokens), _ratio_metrics(held_back, tokens, ratio) | {
+        "covariance_fraction": jnp.sum(is_detached, dtype=jnp.float32)
+    }
 
 
 def kl_cov_loss(
@@ -237,8 +238,9 @@ def kl_cov_loss(
     # The gradient of this form of abs is 0 at 0; the gradient of jnp.abs would be 1.
     distance = jnp.maximum(tokens.log_ratio, -tokens.log_ratio)
     term = ratio * tokens.advantages - jnp.where(is_penalized, cov_kl_coef * distance, 0)
-    metrics = _ratio_metrics(jnp.zeros_like(is_penalized), tokens, ratio)
-    return _loss(term, tokens), metrics | {"covariance_fraction": jnp.sum(is_penalized, dtype=jnp.float32)}
+    return _loss(term, tokens), _ratio_metrics(jnp.zeros_like(is_penalized), tokens, ratio) | {
+        "covariance_fraction": jnp.sum(is_penalized, dtype=jnp.float32)
+    }
 
 
 LOSSES: Registry[Loss] = Registry(
@@ -317,8 +319,7 @@ def sequence_means(values: Shaped[Array, "*rows T"], tokens: Tokens) -> Float[Ar
 
         return jnp.where(is_response, total(values) / jnp.maximum(total(jnp.ones_like(values)), 1), 0)
 
-    rows = (values, tokens.sequence_ids, tokens.is_response)
-    flat = (array.reshape(-1, length) for array in rows)
+    flat = (array.reshape(-1, length) for array in (values, tokens.sequence_ids, tokens.is_response))
     return jax.vmap(of_row)(*flat).reshape(values.shape)
 
 

@@ -212,12 +212,19 @@ def _make(config: Config, task: DemonstratedTask, mesh: Mesh, folder: Path) -> N
             for step in range(1, steps + 1):
                 batch = pack(_sequences(tokenizer, *_draw(task, problems, rng, style, base.batch_size)))
                 state, metrics = update(state, [batch])
-                too_high = f"The learning rate {learning_rate} of the base policy is too high"
-                check_finite(metrics, f"{too_high}: step {step} on {name}")
+                check_finite(
+                    metrics, f"The learning rate {learning_rate} of the base policy is too high: step {step} on {name}"
+                )
                 show(step)
         params = state.params
-    eos = tokenizer.get_vocab()["<eos>"]
-    hf.save_pretrained(folder, params, model_config, dtype="float32", eos_token_id=eos, tokenizer=tokenizer)
+    hf.save_pretrained(
+        folder,
+        params,
+        model_config,
+        dtype="float32",
+        eos_token_id=tokenizer.get_vocab()["<eos>"],
+        tokenizer=tokenizer,
+    )
 
 
 def _sequences(

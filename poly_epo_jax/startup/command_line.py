@@ -216,8 +216,7 @@ def _hint(argument: str, value: str, parser: argparse.ArgumentParser) -> str:
     if argument.split(":")[0].endswith(".py"):
         return f"write --config={argument}"
     name = argument.lstrip("-")
-    keys = [key for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
-    near = [f"{KEY}{key}={value or '...'}" for key in keys]
+    near = [f"{KEY}{key}={value or '...'}" for key, _, _ in Config().flat() if f".config.{key}".endswith(f".{name}")]
     flags = re.findall(r"--[\w-]+", parser.format_help())
     near = (
         near

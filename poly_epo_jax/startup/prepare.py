@@ -31,7 +31,7 @@ from poly_epo_jax.startup.read_config import make_task, training_judge
 from poly_epo_jax.startup.resume_checks import check_same_content, problem_digests
 from poly_epo_jax.startup.resume_code import check_resume_code
 from poly_epo_jax.startup.rules import check_rules, task_rules
-from poly_epo_jax.step.advantages import check_estimator
+from poly_epo_jax.step.advantages import check_estimator, check_loss
 from poly_epo_jax.step.partial_groups import min_group
 from poly_epo_jax.system.limits import memory_limit
 from poly_epo_jax.types import Judge, Task
@@ -80,11 +80,15 @@ def prepare(config: Config) -> Prepared:
     task = make_task(config.task)
     check_rules(task_rules(config, task))
     with_system_prompt(task.train_problems, config.task.system_prompt)  # raises an error if it cannot be used
-    source = f"task.name={config.task.name} with task.options={dict(config.task.options)}"
-    digests = check_same_content(Path(config.workdir), source, problem_digests(task))
+    digests = check_same_content(
+        Path(config.workdir),
+        f"task.name={config.task.name} with task.options={dict(config.task.options)}",
+        problem_digests(task),
+    )
     judge = training_judge(config, task)
     for size in {config.train.num_generations, min_group(config)}:
         check_estimator(config.algo, size)
+    check_loss(config.algo)
     model_config = configured_shape(config, task)
     if max_sequence_tokens(config) > model_config.max_position:
         raise ConfigError(
@@ -167,8 +171,9 @@ def check_writable(key: str, folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{key}={folder} cannot be written to ({reason}); choose a writable folder.") from error
+        raise ConfigError(
+            f"{key}={folder} cannot be written to ({error.strerror or error}); choose a writable folder."
+        ) from error
 
 
 def check_memory(config: Config, plan: Plan, rows_that_fit: int) -> None:

@@ -27,7 +27,7 @@ from poly_epo_jax.startup.rules import check_rules, command_rules, training_rule
 from poly_epo_jax.step.advantages import ADVANTAGES, CLIP_RANGE
 from poly_epo_jax.step.optimizer import SCHEDULES
 from poly_epo_jax.tasks import TASKS
-from poly_epo_jax.tasks.problems import check_ids, source_weights
+from poly_epo_jax.tasks.problems import check_problems, source_weights
 from poly_epo_jax.types import HasRewards, Interactive, Judge, Rewarded, Task
 
 KNOWN_NAMES: dict[str, Collection[str]] = {
@@ -99,11 +99,12 @@ def make_task(section: TaskSection) -> Task:
     """Builds the task that is selected by `task.name`, with `task.options`.
 
     Raises:
-      ConfigError: If the task has neither rewards nor episodes, or invalid rewards.
+      ConfigError: If the task has neither rewards nor episodes, or invalid rewards or problems.
       ValueError: If two training problems or two held-out problems have the same id, or if weights of datasets are
         invalid.
     """
     task = TASKS[section.name](**section.options)
+    check_problems(task)
     if not isinstance(task, Rewarded | HasRewards | Interactive):
         raise ConfigError(
             f"task.name={section.name!r} selects {type(task).__name__}, which has neither the method reward, nor "
@@ -111,8 +112,6 @@ def make_task(section: TaskSection) -> Task:
         )
     if isinstance(task, HasRewards):
         reward_parts(task)
-    check_ids(task.train_problems)
-    check_ids(task.held_out_problems)
     source_weights(task)
     return task
 

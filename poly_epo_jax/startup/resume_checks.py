@@ -44,12 +44,11 @@ MUTABLE_KEYS = (
     "audit.wait_seconds",
     "audit.paraphrase.",
     "audit.stop_inflation",
-    "judge.url",
-    "judge.api_key_env",
-    "judge.options.attempts",
-    "judge.timeout_seconds",
-    "judge.wait_seconds",
-    "judge.max_concurrent",
+    *(
+        f"{judge}.{key}"
+        for judge in ("judge", "audit.judge")
+        for key in ("url", "api_key_env", "options.attempts", "timeout_seconds", "wait_seconds", "max_concurrent")
+    ),
     "judge.max_failed_fraction",
 )
 """Keys, and prefixes of keys, that may change when a run is resumed, except for `_immutable_keys`."""

@@ -196,8 +196,8 @@ def _estimator(config: Config) -> Rules:
         f"with algo.options={dict(config.algo.options)}.",
     )
     features = JUDGES[judge].features
-    known = estimator.reads if features is None else (*OWN_FEATURES, "clusters", *features)
-    missing = [name for name in estimator.reads if name not in known]
+    added = [name for name in estimator.reads if name not in (*OWN_FEATURES, "clusters")]
+    missing = [name for name in added if features is not None and name not in features]
     yield (
         missing,
         f"{estimator.title} reads {', '.join(missing)}, which judge.name={judge!r} does not provide; choose a judge "
@@ -207,6 +207,11 @@ def _estimator(config: Config) -> Rules:
         "clusters" in estimator.reads and not JUDGES[judge].clusters,
         f"{estimator.title} requires clusters, which judge.name={judge!r} does not provide; choose another judge, or a "
         "method without clusters, such as GRPO (append :grpo to the configuration file).",
+    )
+    yield (
+        added and config.judge.on_failure == "distinct",
+        f"judge.on_failure='distinct' only replaces clusters, but {estimator.title} also reads {', '.join(added)} of "
+        "the judge, which are missing where the judge failed; set judge.on_failure=drop.",
     )
 
 

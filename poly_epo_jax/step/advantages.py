@@ -15,6 +15,8 @@ from poly_epo_jax.config.keys import AlgoSection, ConfigError
 from poly_epo_jax.parallel.compiler_options import Jit
 from poly_epo_jax.registry import Range, Registry
 from poly_epo_jax.rollouts.groups import generation_seeds
+from poly_epo_jax.set_rl.groups import described
+from poly_epo_jax.step.objective import checked_loss
 from poly_epo_jax.system.text import first_line
 from poly_epo_jax.system.user_code import user_line
 from poly_epo_jax.types import Clustering, GradedGroup, Problem
@@ -70,8 +72,11 @@ def _focal(estimator: Estimator, gamma: float) -> Estimator:
         unweighted = estimator.advantages(key, {name: features[name] for name in estimator.reads})
         return unweighted * (1 - features["rewards"].mean(axis=1, keepdims=True)) ** gamma
 
-    reads = tuple(dict.fromkeys((*estimator.reads, "rewards")))
-    return estimator._replace(advantages=advantages, reads=reads, title=f"{estimator.title}, focal {gamma:g}")
+    return estimator._replace(
+        advantages=advantages,
+        reads=tuple(dict.fromkeys((*estimator.reads, "rewards"))),
+        title=f"{estimator.title}, focal {gamma:g}",
+    )
 
 
 def method_title(algo: AlgoSection) -> str:
@@ -109,25 +114,25 @@ def make_advantages(algo: AlgoSection, seed: int) -> AdvantageFunction:
         rows = []
         for place, problem in enumerate(problems):
             (word,) = generation_seeds(step, problem, 1)
-            own = {name: features[name][place : place + 1] for name in estimator.reads}
-            values = np.asarray(compiled(word, own))
-            _check_shape(estimator, values.shape, next(iter(features.values())).shape[1])
+            values = compiled(word, {name: features[name][place : place + 1] for name in estimator.reads})
+            _check_shape(estimator, values, next(iter(features.values())).shape[1])
             if not np.isfinite(values).all():
                 raise ValueError(
                     f"{estimator.title} computed a non-finite advantage for problem {problem.id!r} of step {step}; "
                     "correct the function of algo.advantages or algo.objective, or its options."
                 )
-            rows.append(values)
+            rows.append(np.asarray(values))
         return np.concatenate(rows)
 
     return advantages
 
 
-def _check_shape(estimator: Estimator, shape: tuple[int, ...], num_generations: int) -> None:
-    if shape != (expected := (1, num_generations)):
+def _check_shape(estimator: Estimator, returned: Any, num_generations: int) -> None:
+    if getattr(returned, "shape", None) != (expected := (1, num_generations)):
         raise ConfigError(
-            f"{estimator.title} computed advantages of shape {shape} instead of {expected}; correct the function of "
-            "algo.advantages or algo.objective so that it returns one advantage per generation."
+            f"{estimator.title} returned {described(returned)} instead of advantages of shape {expected}; correct the "
+            "function of algo.advantages or algo.objective so that it returns an array with one advantage per "
+            "generation."
         )
 
 
@@ -137,26 +142,57 @@ def check_estimator(algo: AlgoSection, num_generations: int) -> None:
     Estimators that read other features than rewards, lengths, log-probabilities and clusters are not checked.
 
     Raises:
-      ConfigError: If the code of a user raises an exception, or the advantages have another shape than the rewards.
+      ValueError: If the code of a user raises an exception, if an objective does not return one score per set, or if
+        the result is not an array with the shape of the rewards.
     """
-    estimator = make_estimator(algo)
+    estimator = ADVANTAGES[algo.advantages](algo, **algo.options)  # without the factor of `algo.focal_gamma`
     if not set(estimator.reads) <= {*OWN_FEATURES, "clusters"}:
         return
     features = {
         name: jax.ShapeDtypeStruct((1, num_generations), np.int32 if name in _INTEGERS else np.float32)
         for name in estimator.reads
     }
+    traced = _traced(
+        estimator.title, f"{num_generations} generations", estimator.advantages, jax.random.key(0), features
+    )
+    _check_shape(estimator, traced, num_generations)
+
+
+def check_loss(algo: AlgoSection) -> None:
+    """Traces the loss on one row of tokens, so that mistakes in a user's function are reported at the start.
+
+    Raises:
+      ConfigError: If the code of a user raises an exception, or the loss does not return a scalar and a dictionary of
+        metrics, see `checked_loss`.
+    """
+    subject, loss = f"algo.loss={algo.loss!r}", make_loss(algo)
+    floats, ids = (jax.ShapeDtypeStruct((1, 128), dtype) for dtype in (np.float32, np.int32))
+    tokens = set_rl.Tokens(floats, floats, floats, floats, ids)  # pyright: ignore[reportArgumentType]
+    _traced(subject, "128 tokens", lambda tokens: checked_loss(loss(tokens), subject), tokens)
+
+
+def _traced(subject: str, given: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the shapes of the results of a function of a user.
+
+    Args:
+      subject: Name of the function in the error message.
+      given: Size of the arguments in the error message.
+      function: The function.
+      *arguments: Its arguments, or their shapes.
+
+    Raises:
+      ConfigError: If the code of a user raises an exception.
+    """
     try:
-        traced = jax.eval_shape(estimator.advantages, jax.random.key(0), features)
+        return jax.eval_shape(function, *arguments)
     except Exception as error:
         if not (line := user_line(error)):
             raise
         raise ConfigError(
-            f"{estimator.title} raised {type(error).__name__} for {num_generations} generations{line}: "
-            f"{first_line(error)} Objectives and advantage estimators are compiled by JAX: use functions of jax.numpy "
-            "instead of NumPy, and jnp.where instead of if."
+            f"{subject} raised {type(error).__name__} for {given}{line}: {first_line(error)} Objectives, advantage "
+            "estimators and losses are compiled by JAX: use functions of jax.numpy instead of NumPy, and jnp.where "
+            "instead of if."
         ) from error
-    _check_shape(estimator, traced.shape, num_generations)
 
 
 def has_signal(advantages: Float[np.ndarray, "P N"]) -> Bool[np.ndarray, " P"]:

@@ -58,8 +58,10 @@ class MinibatchPacker:
         Raises:
           ValueError: If a sequence is longer than `max_sequence_tokens` or a row.
         """
-        indices = np.array_split(np.arange(len(graded)), self.num_minibatches)
-        return [self._minibatch([graded[i] for i in own.tolist()], advantages[own]) for own in indices]
+        return [
+            self._minibatch([graded[i] for i in own.tolist()], advantages[own])
+            for own in np.array_split(np.arange(len(graded)), self.num_minibatches)
+        ]
 
     def _minibatch(self, graded: Sequence[GradedGroup], advantages: np.ndarray) -> list[PackedBatch]:
         if not graded:
@@ -68,8 +70,9 @@ class MinibatchPacker:
         rows = [[y.loss_mask.sum() for y in group.generations] for group in groups]
         lengths = padded(rows, advantages.shape[1]).astype(int)
         lengths[np.isnan(advantages)] = 0
-        sizes = [len(group.generations) for group in groups]
-        weights = set_rl.token_weights(lengths, self.length_normalization, self.max_tokens, sizes)
+        weights = set_rl.token_weights(
+            lengths, self.length_normalization, self.max_tokens, [len(group.generations) for group in groups]
+        )
         sequences = [
             TrainingSequence(group.prompt_ids, y.token_ids, y.logprobs, y.loss_mask, float(advantage), float(weight))
             for group, *rows in zip(groups, advantages, np.asarray(weights), strict=True)

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.set_rl import Loss, Tokens, kl_estimate, sequence_means
+from poly_epo_jax.set_rl.groups import described
 from poly_epo_jax.step.packing import PackedBatch
 from poly_epo_jax.types import Metrics
 
@@ -76,7 +78,7 @@ class UpdateObjective:
           The loss, and the metrics of the microbatch as sums, except for the maximum `mismatch_max`.
 
         Raises:
-          ValueError: If the loss function does not return scalars, or returns a metric with a reserved name.
+          ConfigError: If the result of the loss function is invalid, see `checked_loss`.
         """
         # In the first minibatch of a step, the current policy is the old policy. Ratios are exactly 1, and old
         # log-probabilities do not require a separate forward pass.
@@ -86,8 +88,7 @@ class UpdateObjective:
         )
         difference = jnp.where(generated.is_response, old_logprobs - batch.sampler_logprobs, 0.0)
         tokens, corrections = self._corrected(generated, difference)
-        total, metrics = self.loss(tokens)
-        _check_loss(total, metrics)
+        total, metrics = checked_loss(self.loss(tokens), "The function of algo.loss")
         if self.kl_coef:
             kl = kl_estimate(jnp.where(tokens.is_response, batch.reference_logprobs - logprobs, 0.0))
             total += self.kl_coef * jnp.sum(tokens.weights * kl)
@@ -126,17 +127,34 @@ class UpdateObjective:
         return tokens._replace(weights=weights), counts
 
 
-def _check_loss(total: Any, metrics: Any) -> None:
-    if not_scalars := [name for name, value in {"the loss": total, **metrics}.items() if jnp.shape(value)]:
-        raise ValueError(
-            f"The function of algo.loss must return scalars, but {not_scalars[0]} has more than one value; sum it over "
-            "the tokens."
-        )
+def checked_loss(returned: Any, subject: str) -> tuple[Any, dict[str, Any]]:
+    """Validates the result of a loss function, and returns the loss and a copy of the metrics.
+
+    Args:
+      returned: The result.
+      subject: Name of the function in error messages.
+
+    Raises:
+      ConfigError: If the result is not a scalar and a dictionary of scalars, or a metric has a reserved name.
+    """
+    match returned:
+        case total, dict(metrics) if all(isinstance(name, str) for name in metrics):
+            values = {"the loss": total, **metrics}
+        case _:
+            raise ConfigError(
+                f"{subject} must return a scalar and a dictionary of metrics by name, but returned "
+                f"{described(returned)}; end it with return loss, metrics, where metrics may be {{}}."
+            )
+    for name, value in values.items():
+        if not isinstance(value, int | float) and getattr(value, "shape", None) != ():
+            raise ConfigError(
+                f"{subject} must return scalars, but {name} is {described(value)}; sum arrays over the tokens."
+            )
     if taken := UPDATE_METRICS & metrics.keys():
-        raise ValueError(
-            f"The function of algo.loss returned {min(taken)!r}, which is the name of another metric; choose another "
-            "name."
+        raise ConfigError(
+            f"{subject} returned {min(taken)!r}, which is the name of another metric; choose another name."
         )
+    return total, dict(metrics)
 
 
 def _num_segments(of_token: Bool[Array, " T"], ids: Int[Array, " T"]) -> Int[Array, ""]:

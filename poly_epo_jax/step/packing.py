@@ -116,8 +116,10 @@ def pack(
             "train.max_prompt_tokens + sampling.max_tokens."
         )
     rows = _first_fit(_families(sequences, share_prompts), row_tokens)
-    starts = range(0, len(rows), rows_per_microbatch)
-    return [_fill(rows[i : i + rows_per_microbatch], row_tokens, rows_per_microbatch) for i in starts]
+    return [
+        _fill(rows[i : i + rows_per_microbatch], row_tokens, rows_per_microbatch)
+        for i in range(0, len(rows), rows_per_microbatch)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,5 +298,9 @@ def make_pack(
     Returns:
       A function that packs sequences into microbatches.
     """
-    rows = microbatch_rows(config, mesh_shape)
-    return functools.partial(pack, row_tokens=row_tokens(config), rows_per_microbatch=rows, share_prompts=share_prompts)
+    return functools.partial(
+        pack,
+        row_tokens=row_tokens(config),
+        rows_per_microbatch=microbatch_rows(config, mesh_shape),
+        share_prompts=share_prompts,
+    )

@@ -49,8 +49,13 @@ def step_metrics(groups: Sequence[GradedGroup], step: int, set_size: int) -> Met
         "judge/failed_prompts": float(failures.total()),
     }
     failed = {f"judge/failed/{kind}": float(count) for kind, count in failures.items()} | mean_parts(groups)
-    others = _source_metrics(groups) | _episode_metrics(generations)
-    return rollouts | failed | others | cluster_metrics(clustered(groups), set_size)
+    return (
+        rollouts
+        | failed
+        | _source_metrics(groups)
+        | _episode_metrics(generations)
+        | cluster_metrics(clustered(groups), set_size)
+    )
 
 
 def _source_metrics(groups: Sequence[GradedGroup]) -> Metrics:
@@ -140,8 +145,7 @@ def solved_problems(groups: Sequence[GradedGroup], positions: Mapping[str, int])
       groups: Graded groups.
       positions: Bit of each problem, by id.
     """
-    solved = {graded.group.problem.id for graded in groups if graded.correct.any()}
-    return sum(1 << positions[problem] for problem in solved)
+    return sum(1 << positions[name] for name in {one.group.problem.id for one in groups if one.correct.any()})
 
 
 def logged_generations(

@@ -62,12 +62,17 @@ class Truncation:
         centered = penalties - penalties[:, :1]
         exists = ~np.isnan(advantages)
         centered -= centered.mean(axis=1, keepdims=True, where=exists)
-        mean = float(penalties[exists].sum() / max(exists.sum(), 1))
-        return (advantages - centered).astype(advantages.dtype), {"response/penalty": mean}
+        return (advantages - centered).astype(advantages.dtype), {
+            "response/penalty": float(penalties[exists].sum() / max(exists.sum(), 1))
+        }
 
 
 def make_truncation(config: Config) -> Truncation:
     """Returns the treatment of truncated responses of a run."""
     algo, max_tokens = config.algo, config.sampling.max_tokens
-    overlong_tokens = algo.overlong_tokens or max(1, int(DEFAULT_FRACTION * max_tokens))
-    return Truncation(algo.truncated, max_tokens, overlong_tokens, algo.overlong_penalty)
+    return Truncation(
+        algo.truncated,
+        max_tokens,
+        algo.overlong_tokens or max(1, int(DEFAULT_FRACTION * max_tokens)),
+        algo.overlong_penalty,
+    )

@@ -115,8 +115,9 @@ class PolicyUpdate:
           Both arrays, and statistics of the routers.
         """
         policy = nnx.merge(self._model_def, params)
-        inputs = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
-        hidden, statistics = policy.hidden_states(*inputs)
+        hidden, statistics = policy.hidden_states(
+            jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids)
+        )
         targets, is_response = jnp.asarray(batch.targets), jnp.asarray(batch.weights) > 0
         return token_logprobs(hidden, policy.head, targets, is_response, self.objective.temperature), statistics
 
@@ -180,8 +181,12 @@ class PolicyUpdate:
 
     def _first_state(self, trainable: Params, frozen: Params) -> TrainState:
         # Gradients are accumulated in float32 regardless of the weights' dtype, so moments are created for float32.
-        opt_state = self.optimizer.init(jax.tree.map(_float32_zeros, trainable))
-        return TrainState(trainable, frozen, opt_state, jnp.zeros((), jnp.int32))
+        return TrainState(
+            trainable,
+            frozen,
+            self.optimizer.init(jax.tree.map(_float32_zeros, trainable)),
+            jnp.zeros((), jnp.int32),
+        )
 
     def with_old_logprobs(
         self, state: TrainState, minibatches: Sequence[Sequence[PackedBatch]], reference: Params | None = None
@@ -261,8 +266,9 @@ class PolicyUpdate:
                 state, norms = self._apply(state, gradients)
             sums += metrics
             applied.append(norms)
-        skipped = {"judge/skipped_updates": float(len(minibatches) - len(applied))}
-        return state, summarize(*jax.device_get((sums, applied))) | skipped
+        return state, summarize(*jax.device_get((sums, applied))) | {
+            "judge/skipped_updates": float(len(minibatches) - len(applied))
+        }
 
     def place(self, batch: PackedBatch) -> PackedBatch:
         """Transfers a microbatch to the devices of the mesh, with its rows sharded."""
@@ -287,12 +293,22 @@ def make_update(config: Config, model: Transformer, mesh: Mesh) -> PolicyUpdate:
       mesh: Mesh over which weights and batches are sharded.
     """
     algo = config.algo
-    corrections = algo.importance_cap, algo.max_mismatch_ratio
     objective = UpdateObjective(
-        make_loss(algo), config.sampling.temperature, algo.kl_coef, algo.entropy_coef, *corrections
+        make_loss(algo),
+        config.sampling.temperature,
+        algo.kl_coef,
+        algo.entropy_coef,
+        algo.importance_cap,
+        algo.max_mismatch_ratio,
     )
-    total_updates = config.train.num_steps * updates_per_step(config.train)
-    return PolicyUpdate(model, mesh, objective, config.optimizer, total_updates, trained_pattern(config))
+    return PolicyUpdate(
+        model,
+        mesh,
+        objective,
+        config.optimizer,
+        config.train.num_steps * updates_per_step(config.train),
+        trained_pattern(config),
+    )
 
 
 def _float32_zeros(x: Any) -> jax.Array:

@@ -92,8 +92,9 @@ class CountdownTask(CharacterTask):
         if self.corpus_skew:
             costs = np.array([min(map(operator_cost, self.solutions(p))) for p in self.demonstrated_problems])
             weights, rng = np.exp(-self.corpus_skew * costs), np.random.default_rng(self.seed)
-            drawn = rng.choice(len(weights), NUM_DRAWN, p=weights / weights.sum())
-            self.demonstrated_problems = tuple(self.demonstrated_problems[i] for i in drawn)
+            self.demonstrated_problems = tuple(
+                self.demonstrated_problems[i] for i in rng.choice(len(weights), NUM_DRAWN, p=weights / weights.sum())
+            )
 
     def items(self) -> Sequence[Item]:
         """Returns all solvable problems: sorted numbers and a target."""

@@ -114,8 +114,10 @@ class MathTask(GradedInWorkers):
         return self._verifier.compare(first, second) is Outcome.RIGHT
 
     def _load(self, sources: Sequence[str], held_out: Sequence[Problem] = ()) -> tuple[list[Problem], Dropped]:
-        columns = (self.problem_column, self.answer_column, self.id_column, self.answer_marker)
-        loaded = [load_problems(source, *columns) for source in sources]
+        loaded = [
+            load_problems(source, self.problem_column, self.answer_column, self.id_column, self.answer_marker)
+            for source in sources
+        ]
         kept, dropped = clean_problems([one for part, _ in loaded for one in part], self.same_answer, held_out)
         return kept, sum((unusable for _, unusable in loaded), start=dropped)
 
@@ -129,8 +131,10 @@ def _with_pass_rate(
 ) -> tuple[list[Problem], Dropped]:
     """Returns the problems whose pass rate in an evaluation's results.json is in a range, and counts the others."""
     try:
-        rows = read_object(file, "select another file")["per_problem"]
-        rates = {str(row["problem"]): row["num_correct"] / row["num_generations"] for row in rows}
+        rates = {
+            str(row["problem"]): row["num_correct"] / row["num_generations"]
+            for row in read_object(file, "select another file")["per_problem"]
+        }
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         raise ValueError(
             f"task.options.keep={file} has no pass rates of problems; set it to results.json of an evaluation on the "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.system.git_lfs import check_downloaded
 from poly_epo_jax.system.text import SURROGATE
 from poly_epo_jax.tasks.answers import reference_answer, visible
@@ -171,9 +172,9 @@ def load_problems(
         text, identifier = row.get(problem_column), row.get(id_column)
         is_blank = text is None or (isinstance(text, str) and not text.strip())
         if is_blank or answer_column not in row:
-            column = problem_column if is_blank else answer_column
             raise ValueError(
-                f"Row {number} of {source} has no value in column {column!r}; its columns are {', '.join(row)}."
+                f"Row {number} of {source} has no value in column {problem_column if is_blank else answer_column!r}; "
+                f"its columns are {', '.join(row)}."
             )
         if not isinstance(text, str):
             raise ValueError(
@@ -259,6 +260,31 @@ def clean_problems(
         duplicates=len(problems) - len(same), conflicting=len(same) - len(agreed), held_out=len(agreed) - len(kept)
     )
     return kept, dropped
+
+
+def check_problems(task: object) -> None:
+    """Checks the problems of a task. They are not copied, because a task may load them when they are read.
+
+    Raises:
+      ConfigError: If a part is not a sequence of problems, or if the id, prompt or answer of a problem is not a string
+        or its id is empty.
+      ValueError: If two training problems or two held-out problems have the same id.
+    """
+    for part in ("train_problems", "held_out_problems"):
+        name, problems = f"{type(task).__name__}.{part}", getattr(task, part, None)
+        if not isinstance(problems, Sequence):
+            raise ConfigError(
+                f"{name} must be a list or another sequence of Problem, but is a {type(problems).__name__}; set it to "
+                "a list, which may be empty for held-out problems."
+            )
+        for index, problem in enumerate(problems):
+            texts = [getattr(problem, field, None) for field in ("id", "prompt", "answer")]
+            if not (isinstance(problem, Problem) and all(isinstance(text, str) for text in texts) and texts[0]):
+                raise ConfigError(
+                    f"{name}[{index}] must be a Problem whose id, prompt and answer are strings, with an id that is "
+                    f"not empty, but is {problem!r:.200}; convert them with str()."
+                )
+        check_ids(problems)
 
 
 def check_ids(problems: Sequence[Problem]) -> None:

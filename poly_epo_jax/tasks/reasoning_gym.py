@@ -82,8 +82,9 @@ class ReasoningGymTask(GradedInWorkers):
         self.correct_from: float = self.threshold if self.raw_score else 1.0
         self._entries: dict[str, str] = {}
         self._command = (str(WORKER), self.dataset, json.dumps(self.dataset_options or {}))
-        limits = (self.num_workers, self.cpu_seconds, self.memory_gb)
-        self._verifier = Verifier(*limits, Grader("reasoning-gym", self._command))
+        self._verifier = Verifier(
+            self.num_workers, self.cpu_seconds, self.memory_gb, Grader("reasoning-gym", self._command)
+        )
         lines = self._generate()
         held_out, dropped_held_out = self._usable("held_out", lines[: self.num_held_out])
         train, dropped_train = self._usable("train", lines[self.num_held_out :], held_out)
@@ -108,8 +109,9 @@ class ReasoningGymTask(GradedInWorkers):
         seeds = np.random.SeedSequence(self.seed).generate_state(2) >> 1  # the datasets add the index of the problem
         parts = [str(value) for pair in zip(seeds, sizes, strict=True) if pair[1] for value in pair]
         command = (sys.executable, "-P", *self._command, *parts)
-        variables = worker_environment() | {"PYTHONHASHSEED": "0"}
-        ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+        ended = subprocess.run(
+            command, env=worker_environment() | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True
+        )
         lines = [json.loads(line) for line in ended.stdout.splitlines()] if ended.returncode == 0 else []
         if ended.returncode or (lines and not any(isinstance(line, list) for line in lines)):
             reason = lines[-1] if lines else ended.stderr.strip().rpartition("\n")[2]

@@ -186,8 +186,9 @@ class TextArenaEpisode:
     async def reply(self, generation: Generation) -> str | None:
         """Returns the next messages of the game, or None if it is over."""
         self.moves.append(generation.turns[-1].rpartition("</think>")[2].strip())
-        played = await in_daemon_thread(lambda: self.task.play(self.seed, self.episode_seed, self.moves))
-        text, valid, over, self.reward = played
+        text, valid, over, self.reward = await in_daemon_thread(
+            lambda: self.task.play(self.seed, self.episode_seed, self.moves)
+        )
         if valid:
             self.valid_moves.append(normalize_move(self.moves[-1]))
         return None if over else text
@@ -196,8 +197,12 @@ class TextArenaEpisode:
         """Returns the outcome of the game."""
         reward, correct = self.task.score(self.reward)
         strategy = CLUSTERS[self.task.clusters](tuple(self.valid_moves)) if self.valid_moves else None
-        metrics = {"moves": float(len(self.moves)), "invalid_moves": float(len(self.moves) - len(self.valid_moves))}
-        return Outcome(reward=reward, strategy=strategy, correct=correct, metrics=metrics)
+        return Outcome(
+            reward,
+            strategy,
+            correct,
+            metrics={"moves": float(len(self.moves)), "invalid_moves": float(len(self.moves) - len(self.valid_moves))},
+        )
 
 
 def normalize_move(move: str) -> str:

@@ -138,5 +138,4 @@ def format_tool_responses(results: Sequence[str]) -> str:
     Args:
       results: Result of each call. A space is inserted into tags of calls and responses that they contain.
     """
-    texts = (NESTED_TAG.sub("< ", result) for result in results)
-    return "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
+    return "\n".join(f"<tool_response>\n{NESTED_TAG.sub('< ', result)}\n</tool_response>" for result in results)

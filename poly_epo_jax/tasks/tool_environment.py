@@ -107,10 +107,9 @@ class ToolEpisode:
         """Returns the reward of the environment, and releases it."""
         environment, self._environment = self._environment, None
         reward = 0.0 if environment is None else await _in_thread(environment.get_reward)
-        strategy = CLUSTERS[self._task.clusters](self._calls) if self._calls else None
         return Outcome(
             reward,
-            strategy,
+            CLUSTERS[self._task.clusters](self._calls) if self._calls else None,
             metrics={"tool_calls": float(len(self._calls)), "failed_tool_calls": float(self._num_failed)},
         )
 

@@ -230,6 +230,10 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         ({"algo.loss_options": {"clip_low": 0.1}}, ["algo.loss_options has 'clip_low'", "set algo.clip_low"]),
         ({"algo.advantages": "rep_exp"}, ["reads embeddings", "judge.name='exact' does not provide"]),
         ({"judge.name": "none", "algo.advantages": "darling"}, ["judge.name='none'", "DARLING requires clusters"]),
+        (
+            {"judge.name": "ngrams", "judge.on_failure": "distinct", "algo.advantages": "rep_exp"},
+            ["judge.on_failure='distinct'", "RepExp also reads embeddings", "set judge.on_failure=drop"],
+        ),
     ],
 )
 def test_invalid_values_are_rejected(changes: dict[str, Any], words: list[str]):
@@ -253,6 +257,8 @@ def test_invalid_values_are_rejected(changes: dict[str, Any], words: list[str]):
         {"judge.name": "none", "algo.advantages": "grpo"},
         {"judge.name": "none", "algo.objective": "pass_at_n"},
         {"judge.name": "answer"},
+        {"judge.name": "ngrams", "judge.on_failure": "distinct"},
+        {"judge.name": "ngrams", "algo.advantages": "rep_exp"},
         {"lora.rank": 8, "lora.targets": ["q_proj", "v_proj"]},
         {"model.param_dtype": "bfloat16", "lora.rank": 8},
         {"model.dtype": "bfloat16", "train.trainable_pattern": "norm"},

@@ -99,6 +99,21 @@ def evaluate(
     return metrics
 
 
+def test_replaced_characters_of_an_evaluation_are_not_counted_in_training_steps():
+    task, sampler = Letters(), Scripted(lambda request, index: "a10", ALPHABET + "\ufffd")
+    rollouts = Rollouts(sampler, sampler.tokenizer, task, max_prompt_tokens=8)
+    train, test = Problem("p", "a\ud800", ""), Problem("q", "a\ud800\udfff\ud800", "")
+
+    async def work() -> tuple[dict[str, float], dict[str, float]]:
+        await anext(rollouts.generate([train], 1, SAMPLING))  # a batch that is generated ahead
+        metrics = await evaluate_held_out(rollouts, task, ExactJudge(task), [test], 2, SAMPLING)
+        return metrics, rollouts.metrics()
+
+    evaluated, trained = asyncio.run(work())
+    assert evaluated["eval/rollouts/replaced_characters"] == 3.0
+    assert trained == {"rollouts/replaced_characters": 1.0}
+
+
 def over_subsets(texts: list[str], k: int, worth) -> float:
     return float(np.mean([worth(subset) for subset in itertools.combinations(texts, k)]))
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ from responses import response
 
 from poly_epo_jax.config.keys import ConfigError, JudgeSection
 from poly_epo_jax.judges.exact import ExactJudge
+from poly_epo_jax.rollouts.grading import grade_groups
 from poly_epo_jax.set_rl import DEGENERATE_CLUSTER
 from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.tasks import MultiplicationTask, PolynomialTask
-from poly_epo_jax.types import Group, Problem
+from poly_epo_jax.types import Group, JudgeFailure, Problem
 
 PROBLEM = Problem(id="p", prompt="y=x+5:", answer="1,5")
 
@@ -105,6 +108,24 @@ def test_a_strategy_that_cannot_be_compared_is_rejected():
     problem = Problem(id="p\x1b[2J", prompt="", answer="")
     with pytest.raises(ValueError, match=r"(?s)Listed\.strategy .* problem 'p\\x1b\[2J' .*; return a string"):
         cluster(ExactJudge(Listed()), ["a b"], problem)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one object", "separate objects"])
+@pytest.mark.parametrize("wrap", [lambda nan: nan, lambda nan: ("a", (nan,)), lambda nan: frozenset([nan])])
+def test_a_strategy_with_nan_is_a_failure_of_the_judge(wrap: Callable[[float], Any], shared: bool):
+    class Numbers(FirstWord):
+        def strategy(self, problem, generation):
+            return wrap(math.nan if shared else float("nan")) if generation.text == "nan" else float(generation.text)
+
+    task, texts = Numbers(), ["4", "nan", "4", "nan"]
+    with pytest.raises(ValueError, match=r"^The key .*nan.* contains NaN, .*; use None for a degenerate response"):
+        cluster(ExactJudge(task), texts)
+
+    async def groups() -> AsyncIterator[Group]:
+        yield group(texts)
+
+    (graded,) = asyncio.run(grade_groups(groups(), [PROBLEM], task, ExactJudge(task)))
+    assert isinstance(graded.clustering, JudgeFailure) and "NaN" in graded.clustering.reason
 
 
 def test_responses_share_a_cluster_if_and_only_if_they_share_a_strategy():

@@ -363,9 +363,31 @@ def test_sets_of_invalid_shape_are_rejected(monkeypatch):
         marginal_set_advantages(mean_reward, np.zeros((3, 5), int), rewards=rewards)
 
 
-def test_an_objective_must_return_one_score_per_set():
-    with pytest.raises(ValueError, match=r"shape \(6, 2\).*\[K\]"):
-        marginal_set_advantages(lambda rewards: rewards, enumerate_sets(4, 2), rewards=np.zeros((1, 4), np.float32))
+@pytest.mark.parametrize(
+    ("returned", "described"),
+    [
+        (lambda rewards: rewards, r"an array of shape \(6, 2\)"),
+        (lambda rewards: None, "a NoneType"),
+        (lambda rewards: [rewards.max(axis=-1)], "a list"),
+        (lambda rewards: (rewards.max(axis=-1), 1), "a tuple"),
+        (lambda rewards: 1.0, "a float"),
+    ],
+)
+def test_an_objective_must_return_one_score_per_set(returned, described):
+    def mine(rewards):
+        return returned(rewards)
+
+    with pytest.raises(ValueError, match=rf"^The objective mine returned {described}, .* \[K\]; return an array"):
+        marginal_set_advantages(mine, enumerate_sets(4, 2), rewards=np.zeros((1, 4), np.float32))
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8])
+def test_scores_that_are_not_floats_are_converted(dtype):
+    rewards = np.array([[1, 0, 0, 0]], np.float32)
+    found = marginal_set_advantages(
+        lambda rewards: pass_at_n(rewards).astype(dtype), enumerate_sets(4, 2), rewards=rewards
+    )
+    np.testing.assert_array_equal(found, marginal_set_advantages(pass_at_n, enumerate_sets(4, 2), rewards=rewards))
 
 
 @pytest.mark.parametrize("objective", [polychromic, pass_at_n, mean_reward])

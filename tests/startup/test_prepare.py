@@ -8,6 +8,7 @@ from fakes import ByLetter
 
 from poly_epo_jax.config.default import get_config
 from poly_epo_jax.config.keys import ConfigError
+from poly_epo_jax.set_rl import LOSSES
 from poly_epo_jax.startup import prepare
 from poly_epo_jax.startup.read_config import read_config
 from poly_epo_jax.types import Episode, Problem
@@ -38,6 +39,17 @@ def test_keys_that_the_run_cannot_use_are_rejected(
     config.base.cache_dir = str(tmp_path)
     config.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
+        prepare.prepare(read_config(config))
+
+
+def test_an_own_loss_is_checked_before_the_policy_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare, "make_task", lambda section: ByLetter())
+    monkeypatch.setitem(LOSSES, "own", lambda tokens: None)
+    config = get_config()
+    config.update({"workdir": str(tmp_path / "run"), "compilation_cache_dir": str(tmp_path / "cache")})
+    config.train.update({"prompts_per_batch": 2, "prompts_per_minibatch": 2})
+    config.base.cache_dir, config.algo.loss = str(tmp_path), "own"
+    with pytest.raises(ConfigError, match=r"^algo\.loss='own' must return a scalar and a dictionary of metrics"):
         prepare.prepare(read_config(config))
 
 

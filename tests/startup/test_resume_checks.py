@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,13 @@ from poly_epo_jax.parallel.sharding import make_mesh
 from poly_epo_jax.records.run_folder import read_about
 from poly_epo_jax.startup.base_policy import build_character_tokenizer
 from poly_epo_jax.startup.read_config import read_config
-from poly_epo_jax.startup.resume_checks import check_same_content, policy_digests, problem_digests, reference_digests
+from poly_epo_jax.startup.resume_checks import (
+    check_resume_config,
+    check_same_content,
+    policy_digests,
+    problem_digests,
+    reference_digests,
+)
 from poly_epo_jax.types import Problem
 
 
@@ -112,6 +119,36 @@ def test_only_recorded_digests_of_a_resumed_run_are_compared(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"^/models/q has changed .*/run was started: vocabulary, rubric\. Restore "):
         check_same_content(tmp_path / "run", "/models/q", new)
     assert check_same_content(tmp_path / "run", "/models/q", saved) == saved
+
+
+AUDITED = {
+    "judge.name": "llm",
+    "judge.url": "http://a:1",
+    "judge.verify": "second",
+    "audit.judge.name": "llm",
+    "audit.judge.url": "http://b:1",
+}
+
+
+@pytest.mark.parametrize("judge", ["judge", "audit.judge"])
+def test_the_servers_of_both_judges_may_move_when_a_run_is_resumed(judge: str, tmp_path: Path):
+    def configure(changes: dict[str, Any]) -> Config:
+        config = default.get_config("poly_epo")
+        config.update_from_flattened_dict(AUDITED)
+        config.judge.options = config.audit.judge.options = {"attempts": 3}
+        config.update_from_flattened_dict(changes)
+        return read_config(config)
+
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    for name in ("metrics.jsonl", "about.json"):
+        (tmp_path / "run" / name).write_text("{}")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(configure({}).to_dict()))
+    server = {"url": "http://c:1", "api_key_env": "OTHER_KEY", "options.attempts": 4, "max_concurrent": 2}
+    limits = {"timeout_seconds": 1.0, "wait_seconds": 1.0}
+    moved = configure({f"{judge}.{key}": value for key, value in (server | limits).items()})
+    check_resume_config(tmp_path / "run", moved)
+    with pytest.raises(ConfigError, match=rf"different values of {re.escape(judge)}\.model; restore"):
+        check_resume_config(tmp_path / "run", configure({f"{judge}.model": "other"}))
 
 
 @pytest.fixture

@@ -19,10 +19,12 @@ from poly_epo_jax.step.advantages import (
     ADVANTAGES,
     Estimator,
     check_estimator,
+    check_loss,
     make_advantages,
     make_estimator,
     make_loss,
 )
+from poly_epo_jax.step.objective import checked_loss
 from poly_epo_jax.types import Problem
 
 P, N, SET_SIZE, NUM_SETS = 5, 7, 3, 20
@@ -120,7 +122,7 @@ def test_advantages_of_another_shape_are_rejected(graded, monkeypatch, columns):
         return Estimator(lambda key, features: jnp.asarray(features["rewards"])[:, columns], ("rewards",), "Partial")
 
     monkeypatch.setitem(ADVANTAGES, "partial", factory)
-    with pytest.raises(ValueError, match=rf"^Partial computed advantages of shape \(1,.* instead of \(1, {N}\); "):
+    with pytest.raises(ValueError, match=rf"^Partial returned an array of shape \(1,.* of shape \(1, {N}\); "):
         advantages_of(algo(advantages="partial"), *graded)
 
 
@@ -310,11 +312,72 @@ def with_wrong_axis(rewards, clusters):
     return jnp.concatenate([rewards, clusters], axis=7).sum(axis=-1)
 
 
-def test_advantages_of_another_shape_are_reported_at_the_start(monkeypatch: pytest.MonkeyPatch):
-    own = Estimator(lambda key, features: jnp.mean(features["rewards"], axis=1), ("rewards",), "Own")
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("returned", "described"),
+    [
+        (lambda rewards: jnp.mean(rewards, axis=1), r"an array of shape \(1,\)"),
+        (lambda rewards: None, "a NoneType"),
+        (lambda rewards: [rewards], "a list"),
+        (lambda rewards: (rewards, {}), "a tuple"),
+    ],
+)
+def test_advantages_of_another_shape_are_reported_at_the_start(
+    returned, described: str, gamma: float, monkeypatch: pytest.MonkeyPatch
+):
+    own: Any = Estimator(lambda key, features: returned(features["rewards"]), ("rewards",), "Own")
     monkeypatch.setitem(ADVANTAGES, "own", lambda algo: own)
-    with pytest.raises(ConfigError, match=r"Own computed advantages of shape \(1,\) instead of \(1, 8\)"):
-        check_estimator(AlgoSection(advantages="own"), 8)
+    with pytest.raises(ConfigError, match=rf"^Own returned {described} instead of advantages of shape \(1, 8\)"):
+        check_estimator(AlgoSection(advantages="own", focal_gamma=gamma), 8)
+
+
+def none(rewards):
+    return None
+
+
+def is_solved(rewards):
+    return (rewards > 0).any(axis=-1)
+
+
+def test_scores_of_an_own_objective_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(set_rl.OBJECTIVES, "solved", set_rl.Objective(is_solved, "Own"))
+    check_estimator(AlgoSection(objective="solved"), 8)
+    monkeypatch.setitem(set_rl.OBJECTIVES, "none", set_rl.Objective(none, "Own"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"^The objective none returned a NoneType"):
+        check_estimator(AlgoSection(objective="none"), 8)
+
+
+def with_float(tokens):
+    return float(jnp.sum(tokens.logprobs)), {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda tokens: None, "must return a scalar and a dictionary of metrics by name, but returned a NoneType; "),
+        (lambda tokens: jnp.sum(tokens.logprobs), r"must return a scalar and a dictionary .* array of shape \(\); "),
+        (lambda tokens: (jnp.sum(tokens.logprobs), [1.0]), "must return a scalar and a dictionary .* returned a tuple"),
+        (lambda tokens: (jnp.sum(tokens.logprobs), {1: 1.0}), "must return a scalar and a dictionary .* by name"),
+        (lambda tokens: (None, {}), "must return scalars, but the loss is a NoneType"),
+        (lambda tokens: (jnp.sum(tokens.logprobs), {"mine": "one"}), "must return scalars, but mine is a str"),
+        (with_float, rf"raised ConcretizationTypeError for 128 tokens at {re.escape(__file__)}:\d+: .*jnp\.where"),
+    ],
+)
+def test_losses_with_invalid_results_are_reported_at_the_start(loss, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(set_rl.LOSSES, "own", loss)
+    with pytest.raises(ConfigError, match=rf"^algo\.loss='own' {message}"):
+        check_loss(AlgoSection(loss="own"))
+
+
+@pytest.mark.parametrize("name", set_rl.LOSSES)
+def test_losses_are_accepted_at_the_start(name: str):
+    check_loss(AlgoSection(loss=name))
+
+
+def test_the_metrics_of_a_loss_are_copied():
+    """Updates add further metrics, so they would reject a dictionary that a loss returns again."""
+    metrics: dict[str, Any] = {}
+    assert checked_loss((0.0, metrics), "The loss")[1] is not metrics
 
 
 @pytest.mark.parametrize("objective", [with_numpy, with_condition, with_wrong_axis])

@@ -7,16 +7,18 @@ import os
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from fakes import unchecked
 from huggingface_hub import HfApi
 from transformers import AutoTokenizer
 
-from poly_epo_jax.config.keys import TaskSection
+from poly_epo_jax.config.keys import ConfigError, TaskSection
 from poly_epo_jax.rollouts.prompts import drop_long_prompts
 from poly_epo_jax.startup.read_config import make_task
 from poly_epo_jax.tasks import TASKS, MathTask
@@ -506,6 +508,55 @@ def test_duplicate_ids_of_an_own_task_are_rejected(part: str, monkeypatch: pytes
     monkeypatch.setattr(OwnTask, part, (Problem("same", "a", ""), Problem("same", "b", "")))
     with pytest.raises(ValueError, match="2 problems have the id 'same'"):
         make_task(TaskSection("own", {}))
+
+
+PLAIN = vars(Problem("p", "1?", "1"))
+
+
+@pytest.mark.parametrize("part", ["train_problems", "held_out_problems"])
+@pytest.mark.parametrize(
+    ("problems", "message"),
+    [
+        (None, " must be a list or another sequence of Problem, but is a NoneType; set it to a list"),
+        ((problem for problem in OwnTask.train_problems), " must be a list .*, but is a generator"),
+        (np.array(OwnTask.train_problems, object), " must be a list .*, but is a ndarray"),
+        (["1 + 1"], r"\[0\] must be a Problem .*, but is '1 \+ 1'"),
+        ([Problem("p", "1?", "1"), unchecked(Problem, **PLAIN | {"id": 7})], r"\[1\] .*, but is Problem\(id=7,"),
+        ([unchecked(Problem, **PLAIN | {"prompt": None})], r"\[0\] must be a Problem whose id, prompt and answer"),
+        ([unchecked(Problem, **PLAIN | {"answer": 2})], r"\[0\] .* answer=2, .*; convert them with str\(\)"),
+        ([Problem("", "2?", "2")], r"\[0\] .* an id that is not empty, but is Problem\(id='', "),
+    ],
+)
+def test_invalid_problems_of_an_own_task_are_rejected(
+    part: str, problems: Any, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(TASKS, "own", OwnTask)
+    monkeypatch.setattr(OwnTask, part, problems)
+    with pytest.raises(ConfigError, match=rf"^OwnTask\.{part}{message}"):
+        make_task(TaskSection("own", {}))
+
+
+def test_a_task_without_held_out_problems_is_rejected(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TASKS, "own", OwnTask)
+    monkeypatch.delattr(OwnTask, "held_out_problems")
+    with pytest.raises(ConfigError, match=r"^OwnTask\.held_out_problems must be a list"):
+        make_task(TaskSection("own", {}))
+
+
+def test_problems_that_are_loaded_when_they_are_read_are_not_copied(monkeypatch: pytest.MonkeyPatch):
+    class Lazy(Sequence[Problem]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: Any) -> Any:
+            if index >= 2:
+                raise IndexError
+            return Problem(f"p{index}", "1?", "1")
+
+    lazy = Lazy()
+    monkeypatch.setitem(TASKS, "own", OwnTask)
+    monkeypatch.setattr(OwnTask, "train_problems", lazy)
+    assert make_task(TaskSection("own", {})).train_problems is lazy
 
 
 def test_problems_of_episodes_may_have_the_same_prompt():

@@ -115,9 +115,13 @@ def check_attention(implementation: str, mesh: Mesh, config: ModelConfig) -> Att
             found = results(kernel, config.dtype)
         except Exception as error:  # Compilers raise many types of errors. In all cases, the kernel cannot be used.
             return AttentionCheck(implementation, kind, {}, first_line(error))
-    pairs = zip(("values", "dq", "dk", "dv"), found, rounded, exact, strict=True)
     return AttentionCheck(
-        implementation, kind, {name: (_error(x, z), tolerance_of(_error(y, z))) for name, x, y, z in pairs}
+        implementation,
+        kind,
+        {
+            name: (_error(x, z), tolerance_of(_error(y, z)))
+            for name, x, y, z in zip(("values", "dq", "dk", "dv"), found, rounded, exact, strict=True)
+        },
     )
 
 
