@@ -6,7 +6,8 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+"""Folders of the standard library and of installed packages."""
 
 _tracebacks: dict[tuple[str, str], str] = {}  # files by type and line of the exception
 
@@ -74,7 +75,7 @@ def user_line(error: BaseException) -> str:
     lines = [
         f" at {frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not _is_ours(frame.f_globals.get("__name__", "")) and not frame.f_code.co_filename.startswith(_LIBRARIES)
+        if not _is_ours(frame.f_globals.get("__name__", "")) and not frame.f_code.co_filename.startswith(LIBRARIES)
     ]
     return lines[-1] if lines else ""
 
