@@ -115,10 +115,6 @@ def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Flo
     return np.array(numbers, np.float32)
 
 
-class InvalidRewardError(ValueError):
-    """Raised when a reward function returns an invalid value."""
-
-
 def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> float:
     """Validates the result of a reward function for one response, and rescales it to [0, 1].
 
@@ -132,7 +128,7 @@ def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> f
       The value, or NaN for None.
 
     Raises:
-      InvalidRewardError: If the result is not a list of one number in the range of the part, or of None.
+      ValueError: If the result is not a list of one number in the range of the part, or of None.
     """
     is_list = isinstance(returned, list | tuple) or np.ndim(returned) == 1
     value, (low, high) = returned[0] if is_list and len(returned) == 1 else "", part.range
@@ -140,7 +136,7 @@ def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> f
         return math.nan
     number, rounding = _number(value), (high - low) * 2**-24
     if number is None or not low - rounding <= number <= high + rounding:
-        raise InvalidRewardError(
+        raise ValueError(
             f"{type(task).__name__}.rewards[{part.name!r}] returned {_describe(returned)} for problem {problem.id!r}, "
             f"but must return a list with one number from {low:g} to {high:g}, or None, for the one completion; return "
             "floats, or set Reward(function, range=(minimum, maximum))."
