@@ -15,12 +15,12 @@ from poly_epo_jax.config.checks import VARIABLE, one_of, validate
 from poly_epo_jax.config.keys import Config, ConfigError, JudgeKeys, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
-from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.judges.joined import JoinedJudge
+from poly_epo_jax.judges import JUDGES, NOT_CLUSTERING
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
+from poly_epo_jax.rollouts.joined_judge import JoinedJudge
 from poly_epo_jax.rollouts.rewards import reward_parts
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.startup.rules import check_rules, command_rules, training_rules
@@ -136,7 +136,10 @@ def make_judge(section: JudgeKeys, task: Task) -> Judge:
             f"{section.dotted('name')}={section.name!r} requires {missing} of {type(task).__name__}; choose "
             f"{compatible}."
         )
-    return entry.open(task, section, **section.options)
+    judge = entry.open(task, section, **section.options)
+    if not entry.clusters:
+        NOT_CLUSTERING.add(type(judge))
+    return judge
 
 
 def training_judge(config: Config, task: Task) -> Judge:
