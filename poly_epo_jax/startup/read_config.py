@@ -89,9 +89,11 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     check_rules(command_rules(sections))
     if training:
         check_rules(training_rules(sections))
-        check_judge_limit(sections.judge, "train.num_generations", sections.train.num_generations)
-        if sections.eval.every:
-            check_judge_limit(sections.judge, "eval.num_generations", sections.eval.num_generations)
+        joined = [sections.judge, sections.audit.judge] if sections.judge.verify else [sections.judge]
+        for judge in [*joined, sections.audit.judge] if sections.audit.every else joined:
+            check_judge_limit(judge, "train.num_generations", sections.train.num_generations)
+        for judge in joined if sections.eval.every else ():
+            check_judge_limit(judge, "eval.num_generations", sections.eval.num_generations)
     return sections
 
 
@@ -212,7 +214,7 @@ def check_judge_limit(judge: JudgeKeys, key: str, num_generations: int) -> None:
     """Checks that the judge supports the number of generations per prompt.
 
     Args:
-      judge: The `judge` section of the configuration.
+      judge: The section `judge` or `audit.judge` of the configuration.
       key: Dotted key of the number of generations, for the error message.
       num_generations: Number of generations per prompt.
 
