@@ -13,7 +13,7 @@ from poly_epo_jax.records import run_folder
 from poly_epo_jax.set_rl import OBJECTIVES
 from poly_epo_jax.startup.read_config import registry_entries
 from poly_epo_jax.system.digests import file_digests
-from poly_epo_jax.system.user_code import LIBRARIES
+from poly_epo_jax.system.user_code import LIBRARIES, is_ours
 from poly_epo_jax.tasks import TASKS
 
 
@@ -61,8 +61,8 @@ def code_files(config: Config) -> list[Path]:
     ]
     defined = {file for component in components for file in _defined_in(component)}
     folders = {file.parent for file in defined}
-    names = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    return sorted(defined | {file for file in map(Path, names) if file.suffix == ".py" and file.parent in folders})
+    imported = {Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]}
+    return sorted(defined | {file for file in imported if file.suffix == ".py" and file.parent in folders})
 
 
 def _defined_in(component: Any) -> Iterator[Path]:
@@ -82,7 +82,6 @@ def _defined_in(component: Any) -> Iterator[Path]:
     defined |= {(one.__module__, getattr(sys.modules.get(one.__module__), "__file__", None) or "") for one in classes}
     own_package = (getattr(component, "__module__", None) or "").partition(".")[0]
     for module, file in defined:
-        package = module.partition(".")[0]
-        is_library = file.startswith(LIBRARIES) and package != own_package
-        if package != __name__.partition(".")[0] and not is_library and Path(file).is_file():
+        is_library = file.startswith(LIBRARIES) and module.partition(".")[0] != own_package
+        if not is_ours(module) and not is_library and Path(file).is_file():
             yield Path(file)
