@@ -324,7 +324,7 @@ class Judge(Protocol):
     """Clusters the generations of one prompt by reasoning strategy (paper §4)."""
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure | None:
-        """Returns the clustering of a group, or a failure. Only the judge `none` returns None."""
+        """Returns the clustering of a group, or a failure. Only judges that do not cluster return None."""
         ...
 
 

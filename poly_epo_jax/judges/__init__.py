@@ -29,6 +29,10 @@ class NoJudge:
         """Returns None."""
 
 
+NOT_CLUSTERING: set[type] = {NoJudge}
+"""Classes of judges that may return None. `make_judge` adds the judges of entries with `clusters=False`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class JudgeEntry:
     """An entry of `JUDGES`, selected by `judge.name`.
@@ -39,7 +43,7 @@ class JudgeEntry:
       title: Name of the judge in prose.
       task: Protocol that the task must implement, or a union of protocols.
       needs_url: Whether `judge.url` is required.
-      clusters: Whether the judge clusters. If False, methods that read clusters are rejected.
+      clusters: Whether the judge clusters. If False, it may return None, and methods that read clusters are rejected.
       features: Names of the features that the judge adds. If None, they are only checked when the judge has added them.
       max_generations: Maximum number of generations of a prompt that the judge can cluster. If None, there is no limit.
     """

@@ -68,8 +68,7 @@ def _with_errors(ids: Int[np.ndarray, " N"], group: Group, rate: float) -> Clust
     for generation in group.generations:
         digest.update(generation.token_ids.tobytes() + b";")
     random = np.random.default_rng(np.frombuffer(digest.digest(), np.uint32))
-    is_wrong = random.random(len(ids)) < rate
-    keys = np.where(is_wrong, random.integers(0, len(ids), len(ids)), ids).tolist()
+    keys = np.where(random.random(len(ids)) < rate, random.integers(0, len(ids), len(ids)), ids).tolist()
     # Errors do not change which responses are degenerate.
     return clusters_of([None if id == DEGENERATE_CLUSTER else key for id, key in zip(ids, keys, strict=True)])
 

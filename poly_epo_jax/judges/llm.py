@@ -197,6 +197,5 @@ class LLMJudge:
 
 def _seed(group: Group, attempt: int) -> int:
     """Returns a seed that depends on the group and the attempt only. It has 31 bits, which all servers accept."""
-    versions = [int(one.weight_versions[-1]) for one in group.generations]
-    words = json.dumps([group.problem.id, versions, attempt]).encode()
-    return int.from_bytes(hashlib.sha256(words).digest()[:4]) >> 1
+    words = json.dumps([group.problem.id, [int(one.weight_versions[-1]) for one in group.generations], attempt])
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4]) >> 1

@@ -55,8 +55,9 @@ class NgramsJudge:
         data = text.encode("utf-32-le", errors="surrogatepass")  # four bytes per character
         size = 4 * self._length
         ngrams = [data[i : i + size] for i in range(0, max(len(data) - size, 0) + 1, 4)] if text else []
-        indices = np.array([zlib.crc32(ngram) % self._dimensions for ngram in ngrams], int)
-        counts = np.bincount(indices, minlength=self._dimensions).astype(np.float32)
+        counts = np.bincount(
+            np.array([zlib.crc32(ngram) % self._dimensions for ngram in ngrams], int), minlength=self._dimensions
+        ).astype(np.float32)
         return counts / max(float(np.linalg.norm(counts)), 1.0)
 
 

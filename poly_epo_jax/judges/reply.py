@@ -203,5 +203,7 @@ def _verdict(name: str, verdict: Any, allowed: set[int], keys: ReplyKeys) -> tup
             if type(cluster) is int and cluster in allowed:
                 return printable(rationale), cluster
             raise ReplyError("malformed", f"response {name} has an invalid cluster id: {_brief(cluster)}")
-    wanted = f"a text {keys.rationale!r} and a number {keys.cluster!r}"
-    raise ReplyError("malformed", f"response {name} must have {wanted}, but has {_brief(verdict)}")
+    raise ReplyError(
+        "malformed",
+        f"response {name} must have a text {keys.rationale!r} and a number {keys.cluster!r}, but has {_brief(verdict)}",
+    )

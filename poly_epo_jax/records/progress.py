@@ -52,9 +52,13 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console()
-    left = TextColumn("left"), TimeRemainingColumn()
     progress = Progress(
-        *columns, *left, console=console, disable=not console.is_terminal, speed_estimate_period=_SPEED_SECONDS
+        *columns,
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=_SPEED_SECONDS,
     )
     bar = progress.add_task(description, total=total)
     lines = _Lines()
@@ -160,11 +164,11 @@ class TrainingProgress:
                 stages | {"sync/step_fraction": "sync fraction", "tokens_per_second": "tokens/s"},
             ),
         ]
-        stage = ", ".join(self.active_stages()) or "waiting"
-        status = Text(f"stage: {stage}{' (compiles programs)' if self._compiles else ''}")
+        status = Text(
+            f"stage: {', '.join(self.active_stages()) or 'waiting'}{' (compiles programs)' if self._compiles else ''}"
+        )
         counted = [Text(text, style="yellow") for text in self._fallbacks.texts().values()]
-        columns = Columns(blocks, padding=(1, 2))
-        return Group(Text(self._title, style="bold"), self._progress, status, columns, *counted)
+        return Group(Text(self._title, style="bold"), self._progress, status, Columns(blocks, padding=(1, 2)), *counted)
 
     def _line(self, step: int, values: Metrics) -> str:
         parts = [f"step {step}/{self._total_steps}"]
@@ -245,8 +249,13 @@ def _time_left(progress: Progress) -> list[str]:
 
 
 def _block(title: str, values: Metrics, labels: Mapping[str, str]) -> Table:
-    columns = Column(title, header_style="bold"), Column(justify="right", min_width=6)
-    table = Table(*columns, box=None, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(
+        Column(title, header_style="bold"),
+        Column(justify="right", min_width=6),
+        box=None,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
     for name, label in labels.items():
         table.add_row(label, _number(values[name]) if name in values else "-")
     return table

@@ -44,7 +44,6 @@ In JSON, values that are not finite are null. TensorBoard events contain them un
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,8 +125,7 @@ def is_evaluated(folder: Path, step: int) -> bool:
     Raises:
       ValueError: If a complete line is not a valid row.
     """
-    rows = [row for row in read_rows(folder / METRICS) if row["step"] == step]
-    return any(map(is_held_out, itertools.chain.from_iterable(rows)))
+    return any(is_held_out(name) for row in read_rows(folder / METRICS) if row["step"] == step for name in row)
 
 
 def held_out_values(folder: Path, metric: str, last_step: int | float = math.inf) -> dict[int, float]:
@@ -260,8 +258,9 @@ def generation_rows(graded: GradedGroup) -> list[Row]:
         rationales = list(graded.clustering.rationales or rationales)
     prompt = {"problem": problem.id, "prompt": problem.prompt}
     names = ("generation", "reward", "correct", "cluster", "rationale")
-    graded_values = graded.rewards.tolist(), graded.correct.tolist()
-    values = zip(graded.group.indices, *graded_values, clusters, rationales, strict=False)
+    values = zip(
+        graded.group.indices, graded.rewards.tolist(), graded.correct.tolist(), clusters, rationales, strict=False
+    )
     rows = [
         prompt
         | {"response": generation.text}

@@ -104,8 +104,9 @@ class StageClock:
     def overlap_fraction(self, stage: str, other: str) -> float:
         """Returns the fraction of a stage's time in which another stage was in progress as well."""
         pairs = itertools.product(self.busy(stage).intervals(), self.busy(other).intervals())
-        shared = sum(max(0.0, min(ends) - max(starts)) for starts, ends in (zip(*pair, strict=True) for pair in pairs))
-        return shared / max(self.busy(stage).seconds(), 1e-9)
+        return sum(
+            max(0.0, min(ends) - max(starts)) for starts, ends in (zip(*pair, strict=True) for pair in pairs)
+        ) / max(self.busy(stage).seconds(), 1e-9)
 
     def seconds(self) -> Metrics:
         """Returns the metrics seconds/STAGE."""
@@ -142,18 +143,24 @@ class Window:
         Raises:
           ValueError, KeyError, TypeError: If `row` is invalid.
         """
-        spans = [Span(str(stage), float(start), float(end), int(step)) for stage, start, end, step in row["spans"]]
-        return cls(float(row["start"]), max(float(row["seconds"]), 1e-4), spans)
+        return cls(
+            float(row["start"]),
+            max(float(row["seconds"]), 1e-4),
+            [Span(str(stage), float(start), float(end), int(step)) for stage, start, end, step in row["spans"]],
+        )
 
     def exclusive_seconds(self) -> Metrics:
         """Returns exclusive_seconds/STAGE, the time in which no other stage was in progress."""
-        alone = alone_intervals(self.spans)
-        return {f"exclusive_seconds/{stage}": total_seconds(intervals) for stage, intervals in alone.items()}
+        return {
+            f"exclusive_seconds/{name}": total_seconds(alone) for name, alone in alone_intervals(self.spans).items()
+        }
 
     def row(self) -> dict[str, Any]:
         """Returns a JSON object with times rounded to 0.1 ms. Adjacent spans are merged to limit their number."""
-        merged = merge(self.spans, MERGED_GAP * self.seconds)
-        spans = [[span.stage, round(span.start, 4), round(span.end, 4), span.step] for span in merged]
+        spans = [
+            [span.stage, round(span.start, 4), round(span.end, 4), span.step]
+            for span in merge(self.spans, MERGED_GAP * self.seconds)
+        ]
         return {"start": round(self.start, 4), "seconds": round(self.seconds, 4), "spans": spans}
 
 
@@ -170,8 +177,14 @@ class Timeline:
 
     def active(self) -> list[str]:
         """Returns the names of the stages in progress. May be called from any thread."""
-        clocks = list(self._clocks.values())
-        return list(dict.fromkeys(name for clock in clocks for name, busy in clock.stages().items() if busy.is_running))
+        return list(
+            dict.fromkeys(
+                name
+                for clock in list(self._clocks.values())
+                for name, busy in clock.stages().items()
+                if busy.is_running
+            )
+        )
 
     def cut(self, step: int) -> Window:
         """Returns the window since the last cut, and deletes the clocks of steps before `step`, which are complete."""

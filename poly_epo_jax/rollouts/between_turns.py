@@ -84,8 +84,9 @@ def rewrites_history(tokenizer: PreTrainedTokenizerBase) -> bool:
     The templates of some thinking models, such as Qwen3, remove the think blocks of earlier messages. In training, the
     policy sees its previous turns unchanged.
     """
-    seen = render_chat(tokenizer, [_QUESTION]) + _ANSWER + _chat_text_between(tokenizer, "message")
-    return render_chat(tokenizer, _conversation("message")) != seen
+    return render_chat(tokenizer, _conversation("message")) != (
+        render_chat(tokenizer, [_QUESTION]) + _ANSWER + _chat_text_between(tokenizer, "message")
+    )
 
 
 def warn_about_turns(

@@ -171,8 +171,11 @@ class RunningEpisode:
 
     async def reply(self, generation: Generation) -> str | None:
         """Returns the reply to the last turn of a generation."""
-        name = f"reply to turn {len(generation.turns) // 2 + 1}"
-        return checked_reply(self._class_name, self._problem, await self._call("reply", generation, name=name))
+        return checked_reply(
+            self._class_name,
+            self._problem,
+            await self._call("reply", generation, name=f"reply to turn {len(generation.turns) // 2 + 1}"),
+        )
 
     async def close(self) -> Outcome:
         """Closes the episode, and returns its outcome."""

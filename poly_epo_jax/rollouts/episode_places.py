@@ -88,16 +88,19 @@ class EpisodeLoop:
         running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run(call, message), self._loop))
         try:
             while self.is_alive:
-                pause = max(BEAT_SECONDS, min(BLOCKED_SECONDS, seconds - self._seconds(call)))
-                await asyncio.wait([running], timeout=pause)
+                await asyncio.wait(
+                    [running], timeout=max(BEAT_SECONDS, min(BLOCKED_SECONDS, seconds - self._seconds(call)))
+                )
                 if running.done():
                     return CallResult(*running.result(), self._seconds(call))
                 is_blocking = self._is_blocked_by(call)
                 if is_blocking and not is_reported:
                     is_reported = True
-                    text = "blocks the event loop of the environments, so all other episodes wait"
-                    remedy = "set rollouts.environment_workers, or run the call in a thread"
-                    warn_repeatedly("blocked loop", f"{name} {text}; {remedy}.")
+                    warn_repeatedly(
+                        "blocked loop",
+                        f"{name} blocks the event loop of the environments, so all other episodes wait; set "
+                        "rollouts.environment_workers, or run the call in a thread.",
+                    )
                 if call.seconds is None and self._seconds(call) >= seconds:
                     if is_blocking:
                         self.is_alive = False
@@ -125,15 +128,17 @@ class EpisodeLoop:
         self._next_beat = self._loop.call_later(BEAT_SECONDS, self._beat) if self._num_running else None
 
     def _is_blocked_by(self, call: _Call) -> bool:
-        is_current = call.task is not None and asyncio.current_task(self._loop) is call.task
-        return is_current and time.monotonic() - self._last_beat >= BLOCKED_SECONDS
+        return (
+            call.task is not None
+            and asyncio.current_task(self._loop) is call.task
+            and time.monotonic() - self._last_beat >= BLOCKED_SECONDS
+        )
 
     def _seconds(self, call: _Call) -> float:
         """Returns the time that a call has taken so far."""
         if call.seconds is not None or call.task is None:
             return call.seconds or 0.0
-        blocked = time.monotonic() - self._last_beat if self._is_blocked_by(call) else 0.0
-        return self._clock - call.began + blocked
+        return self._clock - call.began + (time.monotonic() - self._last_beat if self._is_blocked_by(call) else 0.0)
 
 
 class EpisodeWorker:

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts.returned_values import checked_clustering, checked_rewards, minimum_correct
-from poly_epo_jax.rollouts.rewards import response_reward
+from poly_epo_jax.rollouts.rewards import CallFailure, response_reward
 from poly_epo_jax.system.daemon_thread import in_background_loop, in_daemon_thread, num_abandoned_threads
 from poly_epo_jax.system.pending_calls import pending_call
 from poly_epo_jax.system.repeated_warnings import warn_repeatedly
@@ -119,19 +119,19 @@ async def _rewarded(
 ) -> tuple[Group, Float[np.ndarray, " M"], dict[str, Float[np.ndarray, " M"]]]:
     """Returns the group without the generations whose reward failed, and the rewards of the others with their parts."""
 
-    async def score(part: Sequence[Generation]) -> list[tuple[Any, dict[str, float]]] | CallFailure:
-        found = await limited_call(_scores(task, group.problem, part), task, "reward", group.problem, timeout_seconds)
+    async def limited(work: Awaitable[Any], method: str) -> Any:
+        found = await limited_call(work, task, method, group.problem, timeout_seconds)
         if isinstance(found, CallFailure) and (count := num_abandoned_threads()) >= MAX_ABANDONED:
             raise EpisodeError(f"{count} calls of rewards have not returned, and cannot be stopped. {found.reason}")
         return found
 
     # Only a user's reward can fail, so only its calls are separate.
-    is_separate = is_own(task) and isinstance(task, Rewarded | HasRewards)
+    is_separate = isinstance(task, HasRewards) or (is_own(task) and isinstance(task, Rewarded))
     parts = [[one] for one in group.generations] if is_separate else [group.generations] * bool(group.generations)
     if isinstance(task, HasRewards):
-        found = await asyncio.gather(*map(score, parts))
+        found = await asyncio.gather(*(response_reward(task, group.problem, one, limited) for (one,) in parts))
     else:
-        found = [await score(part) for part in parts]
+        found = [await limited(_scores(task, group.problem, part), "reward") for part in parts]
     failures, remaining, scores = dict(group.failures), list[Generation](), list[tuple[Any, dict[str, float]]]()
     for index, part, of_part in zip(group.indices, parts, found, strict=False):
         if isinstance(of_part, CallFailure):
@@ -145,13 +145,6 @@ async def _rewarded(
         name: np.array([own[name] for _, own in scores], np.float32) for name in (scores[0][1] if scores else ())
     }
     return group, checked_rewards(task, group.problem, [reward for reward, _ in scores]), columns
-
-
-class CallFailure(NamedTuple):
-    """Kind and reason of the failure of a user's reward or judge."""
-
-    kind: str
-    reason: str
 
 
 async def limited_call(
@@ -184,8 +177,6 @@ async def _scores(
     """Returns the reward of each generation, and its parts by name."""
     if outcomes := [generation.outcome for generation in generations if generation.outcome is not None]:
         return [(outcome.reward, {}) for outcome in outcomes]
-    if isinstance(task, HasRewards):
-        return await asyncio.gather(*(response_reward(task, problem, generation) for generation in generations))
     assert isinstance(task, Rewarded)
     return await in_daemon_thread(lambda: [(task.reward(problem, generation), {}) for generation in generations])
 

@@ -187,8 +187,12 @@ class Rollouts:
             return Group(turns.problem, turns.prompt_ids, (), dict.fromkeys(range(len(turns.seeds)), failure))
         found = sorted(results.items())
         generations = tuple(one for _, one in found if isinstance(one, Generation))
-        failures = {index: one for index, one in found if isinstance(one, EnvironmentFailure)}
-        return Group(turns.problem, turns.prompt_ids, generations, failures)
+        return Group(
+            turns.problem,
+            turns.prompt_ids,
+            generations,
+            {index: one for index, one in found if isinstance(one, EnvironmentFailure)},
+        )
 
     async def _play(
         self, environments: Environments, turns: Turns, index: int, first: Generation
@@ -255,8 +259,9 @@ class Rollouts:
     def _text(self, token_ids: Any, finish_reason: FinishReason) -> str:
         if finish_reason != "stop":
             return str(self._tokenizer.decode(token_ids))
-        rest = text_before(self._token_text(int(token_ids[-1])), self._stop_strings)
-        return str(self._tokenizer.decode(token_ids[:-1])) + rest
+        return str(self._tokenizer.decode(token_ids[:-1])) + text_before(
+            self._token_text(int(token_ids[-1])), self._stop_strings
+        )
 
     async def _append_reply(self, turns: Turns, before: Generation, reply: str) -> Generation:
         """Appends a reply. If it leaves no tokens or no turn for the policy, the response ends instead.
@@ -275,8 +280,10 @@ class Rollouts:
         if len(ids) >= room or len(before.turns) // 2 + 1 >= sampling.max_turns:
             return dataclasses.replace(before, finish_reason="length")
         logprobs, mask = np.zeros(len(ids), np.float32), np.zeros(len(ids), bool)
-        versions = np.full(len(ids), before.weight_versions[-1])
-        return _concatenate(before, Generation(ids, logprobs, mask, (reply,), "stop", versions))
+        return _concatenate(
+            before,
+            Generation(ids, logprobs, mask, (reply,), "stop", np.full(len(ids), before.weight_versions[-1])),
+        )
 
 
 def generation_seeds(seed: int, problem: Problem, num_generations: int) -> UInt32[np.ndarray, " N"]:

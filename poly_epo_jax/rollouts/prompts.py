@@ -57,10 +57,9 @@ def encode_prompts(
         )
     added = added_tokens(tokenizer)
     chat_text = functools.cache(lambda system: _chat_text(tokenizer, "message", system=system))
-    chats = [chat_text(problem.system) if problem.chat else "" for problem in problems]
     pieces = [
-        _prompt_text(tokenizer, problem, added, chat).split(BREAK)
-        for problem, chat in zip(problems, chats, strict=True)
+        _prompt_text(tokenizer, problem, added, chat_text(problem.system) if problem.chat else "").split(BREAK)
+        for problem in problems
     ]
     first = list(tokenizer("")["input_ids"])[:1]
     bos = first if first == [tokenizer.bos_token_id] else []
@@ -189,8 +188,11 @@ def drop_long_prompts(
     Raises:
       ValueError: If a prompt cannot be encoded, see `encode_prompts`.
     """
-    encoded = encode_prompts(tokenizer, problems, vocab_size)
-    kept = [problem for problem, ids in zip(problems, encoded, strict=True) if len(ids) <= max_tokens]
+    kept = [
+        problem
+        for problem, ids in zip(problems, encode_prompts(tokenizer, problems, vocab_size), strict=True)
+        if len(ids) <= max_tokens
+    ]
     return kept, len(problems) - len(kept)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from poly_epo_jax.judges import NOT_CLUSTERING
 from poly_epo_jax.judges.exact import COUNTING_CLUSTERS
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import is_reserved
@@ -115,10 +116,6 @@ def checked_rewards(task: Task, problem: Problem, rewards: Sequence[Any]) -> Flo
     return np.array(numbers, np.float32)
 
 
-class InvalidRewardError(ValueError):
-    """Raised when a reward function returns an invalid value."""
-
-
 def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> float:
     """Validates the result of a reward function for one response, and rescales it to [0, 1].
 
@@ -132,7 +129,7 @@ def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> f
       The value, or NaN for None.
 
     Raises:
-      InvalidRewardError: If the result is not a list of one number in the range of the part, or of None.
+      ValueError: If the result is not a list of one number in the range of the part, or of None.
     """
     is_list = isinstance(returned, list | tuple) or np.ndim(returned) == 1
     value, (low, high) = returned[0] if is_list and len(returned) == 1 else "", part.range
@@ -140,7 +137,7 @@ def checked_part(task: Task, part: Reward, problem: Problem, returned: Any) -> f
         return math.nan
     number, rounding = _number(value), (high - low) * 2**-24
     if number is None or not low - rounding <= number <= high + rounding:
-        raise InvalidRewardError(
+        raise ValueError(
             f"{type(task).__name__}.rewards[{part.name!r}] returned {_describe(returned)} for problem {problem.id!r}, "
             f"but must return a list with one number from {low:g} to {high:g}, or None, for the one completion; return "
             "floats, or set Reward(function, range=(minimum, maximum))."
@@ -178,6 +175,10 @@ def maximum_reply(task: Task) -> int | None:
     return limit
 
 
+class InvalidClusteringError(ValueError):
+    """Raised when a judge returns an invalid value. It stops the run, also if a user has defined the judge."""
+
+
 def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering | JudgeFailure | None:
     """Validates and returns the result of a judge for a group.
 
@@ -187,13 +188,20 @@ def checked_clustering(judge: Judge, group: Group, returned: Any) -> Clustering 
       returned: The result.
 
     Raises:
-      ValueError: If the result is neither a valid clustering, nor a failure, nor None.
+      InvalidClusteringError: If the result is neither a valid clustering nor a failure, or if a judge that clusters
+        returns None.
     """
+    if returned is None and _may_return_none(judge):
+        return None
     if flaw := _flaw(returned, len(group.generations), not isinstance(judge, LLMJudge)):
-        raise ValueError(
+        raise InvalidClusteringError(
             f"{type(judge).__name__}.cluster returned an invalid result for problem {group.problem.id!r}: {flaw}."
         )
     return returned
+
+
+def _may_return_none(judge: Judge) -> bool:
+    return type(judge) in NOT_CLUSTERING or any(map(_may_return_none, getattr(judge, "parts", ())))
 
 
 async def checked_counts(*components: Any, timeout_seconds: float = 600.0) -> Metrics:
@@ -244,7 +252,7 @@ def _flaw(returned: Any, num_responses: int, may_count: bool) -> str:
                 or _flaw_of_rationales(rationales, num_responses)
                 or _flaw_of_features(features, num_responses)
             )
-        case None | JudgeFailure(str(), str()):
+        case JudgeFailure(str(), str()):
             return ""
         case JudgeFailure(kind, reason):
             return f"kind and reason of the failure are {_describe(kind)} and {_describe(reason)}; use strings"

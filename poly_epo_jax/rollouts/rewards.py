@@ -5,16 +5,21 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.rollouts.returned_values import checked_part
 from poly_epo_jax.system.daemon_thread import in_background_loop, in_daemon_thread
-from poly_epo_jax.system.user_code import user_code
 from poly_epo_jax.types import Generation, GradedGroup, HasRewards, Interactive, Metrics, Problem, Reward
+
+MAX_CALLS = 64
+"""Maximum number of threads that run reward functions at the same time."""
+
+_places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()  # a semaphore belongs to one loop
 
 
 def reward_parts(task: HasRewards) -> list[Reward]:
@@ -51,31 +56,45 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-async def response_reward(task: HasRewards, problem: Problem, generation: Generation) -> tuple[float, dict[str, float]]:
-    """Computes the reward of a response. All parts are computed concurrently.
+class CallFailure(NamedTuple):
+    """Kind and reason of the failure of a user's reward or judge."""
+
+    kind: str
+    reason: str
+
+
+async def response_reward(
+    task: HasRewards, problem: Problem, generation: Generation, limited: Callable[[Awaitable[Any], str], Awaitable[Any]]
+) -> list[tuple[float, dict[str, float]]] | CallFailure:
+    """Computes the reward of a response. All parts are computed concurrently, at most `MAX_CALLS` of them in threads.
 
     Args:
       task: The task.
       problem: The problem.
       generation: The response.
+      limited: Function `(work, method) -> result` that awaits a call of a method, or returns its failure.
 
     Returns:
-      The weighted mean of the parts that are not None, and all parts by name, in [0, 1]. None is NaN.
+      A list with the weighted mean of the parts that are not None, and all parts by name, in [0, 1]. None is NaN. If a
+      part fails, or if all parts with a weight above 0 are None, the failure.
 
     Raises:
-      UserCodeError: If a part raises an exception.
-      ValueError: If all parts with a weight above 0 are None.
-      InvalidRewardError: If a part returns an invalid value.
+      ValueError: If a part returns an invalid value.
       ConfigError: If the parts are invalid.
     """
     parts, arguments = reward_parts(task), _arguments(problem, generation)
-    values = await asyncio.gather(*(_value(task, part, problem, arguments) for part in parts))
+    values: list[Any] = await asyncio.gather(*(_value(task, part, problem, arguments, limited) for part in parts))
+    failures = [value for value in values if isinstance(value, CallFailure)]
+    return failures[0] if failures else await limited(_weighted_mean(parts, values), "reward")
+
+
+async def _weighted_mean(parts: Sequence[Reward], values: Sequence[float]) -> list[tuple[float, dict[str, float]]]:
     present = [(part.weight, value) for part, value in zip(parts, values, strict=True) if not math.isnan(value)]
     total = sum(weight for weight, _ in present)
     if not total:
         raise ValueError("all rewards with a weight above 0 are None; return a number from at least one of them")
-    reward = sum(weight * value for weight, value in present) / total
-    return reward, {part.name: value for part, value in zip(parts, values, strict=True)}
+    by_name = {part.name: value for part, value in zip(parts, values, strict=True)}
+    return [(sum(weight * value for weight, value in present) / total, by_name)]
 
 
 def _arguments(problem: Problem, generation: Generation) -> dict[str, list[Any]]:
@@ -92,11 +111,21 @@ def _arguments(problem: Problem, generation: Generation) -> dict[str, list[Any]]
     return {name: [value] for name, value in values.items()}
 
 
-async def _value(task: HasRewards, part: Reward, problem: Problem, arguments: Mapping[str, list[Any]]) -> float:
-    with user_code(task, f"rewards[{part.name!r}]", problem.id):
+async def _value(
+    task: HasRewards, part: Reward, problem: Problem, arguments: Mapping[str, list[Any]], limited: Callable[..., Any]
+) -> float | CallFailure:
+    places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CALLS))
+    await places.acquire()  # before the time limit starts
+    found = await limited(_called(part, arguments, places), f"rewards[{part.name!r}]")
+    return found if isinstance(found, CallFailure) else checked_part(task, part, problem, found)
+
+
+async def _called(part: Reward, arguments: Mapping[str, list[Any]], places: asyncio.Semaphore) -> Any:
+    try:
         found: Any = await in_daemon_thread(lambda: part.function(**arguments))
-        found = await in_background_loop(found) if inspect.isawaitable(found) else found
-    return checked_part(task, part, problem, found)
+    finally:
+        places.release()  # asynchronous functions have only been called, and are awaited without a thread
+    return await in_background_loop(found) if inspect.isawaitable(found) else found
 
 
 def mean_parts(groups: Sequence[GradedGroup]) -> Metrics:

@@ -107,8 +107,7 @@ class Rounds:
         else:
             shares = [await own]
         self.started.remove(first)
-        graded = [group for groups, _ in shares for group in groups]
-        return first, graded, hosts.total([counts for _, counts in shares])
+        return first, [group for groups, _ in shares for group in groups], hosts.total([counts for _, counts in shares])
 
     async def close(self) -> None:
         """Cancels the rounds in progress."""

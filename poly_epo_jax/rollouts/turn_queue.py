@@ -143,8 +143,7 @@ class TurnQueue:
                             missing.remove(key)
                             waiting[completion.request].arrived.put_nowait(completion)
             if missing:
-                counts = Counter(requests[place].problem_id for place, _ in missing)
-                problem, count = counts.most_common(1)[0]
+                problem, count = Counter(requests[place].problem_id for place, _ in missing).most_common(1)[0]
                 raise RuntimeError(f"{count} completions of problem {problem!r} are missing; check the sampler.")
         except BaseException as error:  # also if the call is cancelled, or the sampler raises CancelledError
             for one in waiting:
@@ -173,8 +172,9 @@ class Turns:
 
     def first(self) -> Pending:
         """Requests the first turns of all generations."""
-        request = Request(self.problem.id, self.prompt_ids, self.seeds, self.queue.sampling.max_tokens)
-        return self.queue.request(self.place, request)
+        return self.queue.request(
+            self.place, Request(self.problem.id, self.prompt_ids, self.seeds, self.queue.sampling.max_tokens)
+        )
 
     async def next(self, index: int, before: Generation) -> Completion:
         """Samples the turn of a generation after `before`, with a separate seed and the remaining token limit."""

@@ -65,8 +65,10 @@ class VLLM(Dialect):
             async with open_client(ANSWER_SECONDS) as client:
                 model = await _model_config(client, url)
                 # The server rejects this request before it generates, also while it is paused.
-                body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "stop_token_ids": [OUTSIDE]}}
-                rejection = await client.post(f"{url}/{GENERATE}", json=body)
+                rejection = await client.post(
+                    f"{url}/{GENERATE}",
+                    json={"token_ids": [0], "sampling_params": {"max_tokens": 1, "stop_token_ids": [OUTSIDE]}},
+                )
         except httpx.HTTPError as error:
             raise ServerError(f"Failed to identify the server {url}: {describe_error(error)}; see its log.") from error
         if rejection.status_code == 403:
@@ -168,8 +170,9 @@ class VLLM(Dialect):
         """
         if not any(folder.glob("*.safetensors")):
             raise FileNotFoundError(f"{folder} has no weights: another process removed them; rerun the command.")
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        loaded = await client.post(f"{url}/collective_rpc", json=body)
+        loaded = await client.post(
+            f"{url}/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        )
         if loaded.status_code != 200:  # Not retried, because a server that restarts would be terminated again.
             raise ServerError(
                 f"{url} failed to load weights from {folder} ({loaded.status_code}: {quote(loaded.text)}) and may have "

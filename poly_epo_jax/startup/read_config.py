@@ -15,12 +15,12 @@ from poly_epo_jax.config.checks import VARIABLE, one_of, validate
 from poly_epo_jax.config.keys import Config, ConfigError, JudgeKeys, TaskSection
 from poly_epo_jax.config.options import Entry, check_options
 from poly_epo_jax.config.section import read_section
-from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.judges.joined import JoinedJudge
+from poly_epo_jax.judges import JUDGES, NOT_CLUSTERING
 from poly_epo_jax.model.attention import IMPLEMENTATIONS
 from poly_epo_jax.model.transformer import AUTO, REMAT_POLICIES
 from poly_epo_jax.parallel.devices import DEVICES
 from poly_epo_jax.rollouts import SAMPLERS, WEIGHT_SYNCS
+from poly_epo_jax.rollouts.joined_judge import JoinedJudge
 from poly_epo_jax.rollouts.rewards import reward_parts
 from poly_epo_jax.set_rl import LOSSES, OBJECTIVES
 from poly_epo_jax.startup.rules import check_rules, command_rules, training_rules
@@ -89,9 +89,11 @@ def read_config(config: ConfigDict, training: bool = True) -> Config:
     check_rules(command_rules(sections))
     if training:
         check_rules(training_rules(sections))
-        check_judge_limit(sections.judge, "train.num_generations", sections.train.num_generations)
-        if sections.eval.every:
-            check_judge_limit(sections.judge, "eval.num_generations", sections.eval.num_generations)
+        joined = [sections.judge, sections.audit.judge] if sections.judge.verify else [sections.judge]
+        for judge in [*joined, sections.audit.judge] if sections.audit.every else joined:
+            check_judge_limit(judge, "train.num_generations", sections.train.num_generations)
+        for judge in joined if sections.eval.every else ():
+            check_judge_limit(judge, "eval.num_generations", sections.eval.num_generations)
     return sections
 
 
@@ -135,7 +137,10 @@ def make_judge(section: JudgeKeys, task: Task) -> Judge:
             f"{section.dotted('name')}={section.name!r} requires {missing} of {type(task).__name__}; choose "
             f"{compatible}."
         )
-    return entry.open(task, section, **section.options)
+    judge = entry.open(task, section, **section.options)
+    if not entry.clusters:
+        NOT_CLUSTERING.add(type(judge))
+    return judge
 
 
 def training_judge(config: Config, task: Task) -> Judge:
@@ -208,7 +213,7 @@ def check_judge_limit(judge: JudgeKeys, key: str, num_generations: int) -> None:
     """Checks that the judge supports the number of generations per prompt.
 
     Args:
-      judge: The `judge` section of the configuration.
+      judge: The section `judge` or `audit.judge` of the configuration.
       key: Dotted key of the number of generations, for the error message.
       num_generations: Number of generations per prompt.
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from poly_epo_jax.records import run_folder
 from poly_epo_jax.set_rl import OBJECTIVES
 from poly_epo_jax.startup.read_config import registry_entries
 from poly_epo_jax.system.digests import file_digests
+from poly_epo_jax.system.user_code import LIBRARIES, is_ours
+from poly_epo_jax.tasks import TASKS
 
 
 def check_resume_code(config: Config) -> dict[str, Any]:
@@ -46,24 +49,39 @@ def check_resume_code(config: Config) -> dict[str, Any]:
 def code_files(config: Config) -> list[Path]:
     """Returns the files that define components of the run, except files of this package, sorted by name.
 
-    These are the files of the registered functions and classes that the configuration selects, of registered metrics,
-    and of imported modules in the same folders.
+    These are the files of the registered functions and classes that the configuration selects, of the `rewards` of the
+    task's class, of registered metrics, and of imported modules in the same folders.
     """
     components = [entry.factory for entry in registry_entries(config).values()]
+    rewards = getattr(TASKS[config.task.name], "rewards", ())
     components += [
+        *(getattr(one, "function", one) for one in (rewards if isinstance(rewards, list | tuple) else [rewards])),
         OBJECTIVES[config.algo.objective].score,
         *(metric.function for metric in EVALUATION_METRICS.values()),
     ]
     defined = {file for component in components for file in _defined_in(component)}
     folders = {file.parent for file in defined}
-    names = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    return sorted(defined | {file for file in map(Path, names) if file.suffix == ".py" and file.parent in folders})
+    imported = {Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]}
+    return sorted(defined | {file for file in imported if file.suffix == ".py" and file.parent in folders})
 
 
 def _defined_in(component: Any) -> Iterator[Path]:
-    """Yields the files with the code of a function, or of the methods of a class, unless this package defines it."""
-    component = getattr(component, "func", component)
-    if component.__module__.partition(".")[0] != __name__.partition(".")[0]:
-        functions = vars(component).values() if isinstance(component, type) else (component,)
-        files = {Path(code.co_filename) for one in functions if (code := getattr(one, "__code__", None))}
-        yield from (file for file in files if file.is_file())
+    """Yields the files that define a function, or a class and its base classes, except files of this package.
+
+    A decorated function is defined by its decorator and by the function itself, and an instance by its class. Base
+    classes and decorators of libraries are excluded.
+    """
+    while isinstance(component, partial):
+        component = component.func
+    if hasattr(component, "__wrapped__"):
+        yield from _defined_in(component.__wrapped__)
+    owner = getattr(component, "__self__", component)
+    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
+    members = [component, *(member for one in classes for member in vars(one).values())]
+    defined = {(one.__globals__["__name__"], one.__code__.co_filename) for one in members if hasattr(one, "__code__")}
+    defined |= {(one.__module__, getattr(sys.modules.get(one.__module__), "__file__", None) or "") for one in classes}
+    own_package = (getattr(component, "__module__", None) or "").partition(".")[0]
+    for module, file in defined:
+        is_library = file.startswith(LIBRARIES) and module.partition(".")[0] != own_package
+        if not is_ours(module) and not is_library and Path(file).is_file():
+            yield Path(file)

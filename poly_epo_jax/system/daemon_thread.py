@@ -18,6 +18,10 @@ class LateCallError(ValueError):
     """Raised when a call of a user's code does not return in time."""
 
 
+class ThreadError(OSError):
+    """Raised when the operating system does not start a thread. It is not a failure of the user's code."""
+
+
 async def in_daemon_thread(function: Callable[[], T]) -> T:
     """Calls `function` in a daemon thread. Unlike with `asyncio.to_thread`, the process can exit during the call.
 
@@ -67,9 +71,17 @@ def _start_thread(function: Callable[[], T]) -> tuple[threading.Thread, Future[T
             is_ordinary = isinstance(raised, Exception) and not isinstance(raised, StopIteration | CancelledError)
             future.set_exception(raised if is_ordinary else RuntimeError(f"{type(raised).__name__}: {raised}"))
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
-    thread.start()
-    return thread, future
+    return _started(threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)), future
+
+
+def _started(thread: threading.Thread) -> threading.Thread:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ThreadError(
+            f"Failed to start a thread: {error}. Increase the limit of processes (ulimit -u) and rerun the command."
+        ) from error
+    return thread
 
 
 def abandon(thread: threading.Thread, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -115,9 +127,7 @@ async def in_background_loop(work: Awaitable[T]) -> T:
 @functools.cache
 def _background_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="user code", daemon=True)
-    thread.start()
-    return loop, thread
+    return loop, _started(threading.Thread(target=loop.run_forever, name="user code", daemon=True))
 
 
 def num_abandoned_threads() -> int:

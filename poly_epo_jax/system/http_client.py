@@ -64,8 +64,11 @@ class _BoundedTransport(httpx.AsyncBaseTransport):
             async with asyncio.timeout(self._seconds):
                 response = await self._transport.handle_async_request(request)
                 try:
-                    kept = [header for header in response.headers.raw if header[0].lower() == b"retry-after"]
-                    return httpx.Response(response.status_code, headers=kept, content=await self._read(response))
+                    return httpx.Response(
+                        response.status_code,
+                        headers=[header for header in response.headers.raw if header[0].lower() == b"retry-after"],
+                        content=await self._read(response),
+                    )
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -136,8 +139,12 @@ def _is_local(host: str) -> bool:
 
 def open_transport(proxy: str = "") -> httpx.AsyncBaseTransport:
     """Creates a transport for an unlimited number of concurrent requests, through a proxy if one is given."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncHTTPTransport(verify=_certificates(), limits=limits, trust_env=False, proxy=proxy or None)
+    return httpx.AsyncHTTPTransport(
+        verify=_certificates(),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+        proxy=proxy or None,
+    )
 
 
 def open_client(timeout_seconds: float, max_bytes: int = MAX_BYTES, proxy: str = "") -> httpx.AsyncClient:
@@ -195,8 +202,7 @@ def field(response: Any, path: str, kind: type[T]) -> T:
 def quote(text: str) -> str:
     """Formats a server's text on one line of at most MAX_QUOTED characters, with control characters escaped."""
     line = " ".join(text[: 2 * MAX_QUOTED].split())
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
-    return shown[:MAX_QUOTED]
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)[:MAX_QUOTED]
 
 
 def backoff_seconds(attempt: int) -> float:

@@ -6,7 +6,8 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+"""Folders of the standard library and of installed packages."""
 
 _tracebacks: dict[tuple[str, str], str] = {}  # files by type and line of the exception
 
@@ -39,7 +40,7 @@ def user_code(component: object, method: str, problem: str | None = None) -> Ite
     try:
         yield
     except (Exception, SystemExit) as error:
-        if not is_own(component) or _is_ours(type(error).__module__):
+        if not is_own(component) or is_ours(type(error).__module__):
             raise
         raise UserCodeError(
             f"{type(component).__name__}.{method} raised {type(error).__name__}"
@@ -63,7 +64,7 @@ def traceback_file(error: BaseException) -> str:
 
 def is_own(component: object) -> bool:
     """Returns True if a user has defined the class of a component, or of one of its `parts`, which it calls."""
-    return not _is_ours(type(component).__module__) or any(map(is_own, getattr(component, "parts", ())))
+    return not is_ours(type(component).__module__) or any(map(is_own, getattr(component, "parts", ())))
 
 
 def user_line(error: BaseException) -> str:
@@ -74,10 +75,11 @@ def user_line(error: BaseException) -> str:
     lines = [
         f" at {frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not _is_ours(frame.f_globals.get("__name__", "")) and not frame.f_code.co_filename.startswith(_LIBRARIES)
+        if not is_ours(frame.f_globals.get("__name__", "")) and not frame.f_code.co_filename.startswith(LIBRARIES)
     ]
     return lines[-1] if lines else ""
 
 
-def _is_ours(module: str) -> bool:
+def is_ours(module: str) -> bool:
+    """Returns True if a module belongs to this package."""
     return module.partition(".")[0] == __name__.partition(".")[0]

@@ -16,8 +16,11 @@ def versions() -> Versions:
 
     The commit ends in `+` if tracked files differ from it, and is empty outside of a repository.
     """
-    found = {name: installed_version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found, "commit": commit(Path.cwd())}
+    return {
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in PACKAGES},
+        "commit": commit(Path.cwd()),
+    }
 
 
 def commit(folder: Path) -> str:

@@ -19,9 +19,9 @@ from poly_epo_jax.audit.auditor import Auditor, missing_audits
 from poly_epo_jax.audit.background import BackgroundAudit
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges import JUDGES, JudgeEntry
-from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, CONFIG, GENERATIONS, METRICS
+from poly_epo_jax.rollouts.joined_judge import JoinedJudge
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.read_config import training_judge
 from poly_epo_jax.system import http_client

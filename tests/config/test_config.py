@@ -81,6 +81,10 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
     assert stated == set.union(*covers.values()), "some of these keys have their default values"
 
 
+AUDITOR = {"audit.judge.name": "llm", "audit.judge.url": "http://a:1"}
+MANY = {"train.num_generations": 100, "algo.num_sets": 100}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -156,6 +160,12 @@ def test_shipped_configs_set_only_keys_that_differ(name: str, method: str):
         (
             {"judge.name": "llm", "judge.url": "http://a:1", "train.num_generations": 100},
             ["train.num_generations=100", "at most 99"],
+        ),
+        ({"judge.verify": "second", **AUDITOR, **MANY}, ["train.num_generations=100", "99", "audit.judge.name='llm'"]),
+        ({"audit.every": 10, **AUDITOR, **MANY}, ["train.num_generations=100", "at most 99", "audit.judge.name='llm'"]),
+        (
+            {"judge.verify": "second", **AUDITOR, "eval.num_generations": 100},
+            ["eval.num_generations=100", "at most 99", "audit.judge.name='llm'"],
         ),
         ({"rollouts.name": "sglang"}, ["rollouts.urls=''", "server of the policy"]),
         ({"judge.name": "llm"}, ["judge.url=''", "judge server"]),
@@ -259,6 +269,7 @@ def test_invalid_values_are_rejected(changes: dict[str, Any], words: list[str]):
         {"judge.name": "answer"},
         {"judge.name": "ngrams", "judge.on_failure": "distinct"},
         {"judge.name": "ngrams", "algo.advantages": "rep_exp"},
+        {"audit.every": 10, **AUDITOR, "eval.num_generations": 100},  # only training batches are audited
         {"lora.rank": 8, "lora.targets": ["q_proj", "v_proj"]},
         {"model.param_dtype": "bfloat16", "lora.rank": 8},
         {"model.dtype": "bfloat16", "train.trainable_pattern": "norm"},

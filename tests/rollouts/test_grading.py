@@ -16,7 +16,6 @@ from simulated_time import SimulatedTime
 
 from poly_epo_jax.judges.answer import AnswerJudge
 from poly_epo_jax.judges.exact import ExactJudge
-from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.records.timeline import StageClock
 from poly_epo_jax.rollouts import grading
 from poly_epo_jax.rollouts.grading import (
@@ -31,6 +30,7 @@ from poly_epo_jax.rollouts.grading import (
     left_out_groups,
     usable_groups,
 )
+from poly_epo_jax.rollouts.joined_judge import JoinedJudge
 from poly_epo_jax.system.pending_calls import pending_calls
 from poly_epo_jax.types import (
     DEGENERATE_CLUSTER,

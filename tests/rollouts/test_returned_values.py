@@ -15,13 +15,16 @@ from tiny_training import tiny_config, tiny_experience
 
 from poly_epo_jax.config.keys import JudgeSection
 from poly_epo_jax.doctor import servers as doctor_servers
+from poly_epo_jax.judges import JUDGES, JudgeEntry, NoJudge
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.judges.llm import LLMJudge
 from poly_epo_jax.metrics.logged import LOGGED_METRICS
 from poly_epo_jax.parallel import hosts
 from poly_epo_jax.rollouts import rounds
 from poly_epo_jax.rollouts.grading import cluster_ids, grade_groups
+from poly_epo_jax.rollouts.joined_judge import JoinedJudge
 from poly_epo_jax.rollouts.returned_values import checked_counts
+from poly_epo_jax.startup.read_config import make_judge
 from poly_epo_jax.system.daemon_thread import LateCallError
 from poly_epo_jax.system.user_code import UserCodeError
 from poly_epo_jax.types import Clustering, GradedGroup, Group, Judge, JudgeFailure, Task
@@ -145,6 +148,7 @@ def test_rewards_at_the_minimum_are_correct():
         (clustering(np.arange(2), features={"x": 1.0}), "its feature 'x' is 1.0"),
         (clustering(np.arange(2), features={"x": [[1.0], [1.0, 2.0]]}), "its feature 'x' is"),
         (clustering(np.arange(2), features={"x": np.array(["a", "b"])}), "its feature 'x' is"),
+        (None, r"it is None \(NoneType\); return a Clustering"),
         (np.arange(2), r"it is array\(\[0, 1\]\) .*; return a Clustering"),
         ({"ids": [0, 1]}, r"it is .*\(dict\); return a Clustering"),
         (("raised", "text"), r"it is .*\(tuple\); return a Clustering"),
@@ -164,9 +168,19 @@ def test_ids_can_have_any_integer_type(dtype: Any):
     assert one.clustering is returned and cluster_ids([one])[0].tolist() == [3, 100]
 
 
-@pytest.mark.parametrize("returned", [None, JudgeFailure("broken", "out of order"), clustering(jnp.arange(2))])
-def test_failures_missing_clusters_and_jax_arrays_are_valid(returned: Any):
+@pytest.mark.parametrize("returned", [JudgeFailure("broken", "out of order"), clustering(jnp.arange(2))])
+def test_failures_and_jax_arrays_are_valid(returned: Any):
     assert graded(judge=Returning(returned)).clustering is returned
+
+
+def test_judges_that_do_not_cluster_may_return_none(monkeypatch: pytest.MonkeyPatch):
+    class Silent(Returning):
+        pass
+
+    monkeypatch.setitem(JUDGES, "silent", JudgeEntry(lambda task, section: Silent(None), "nothing", clusters=False))
+    judge = make_judge(JudgeSection(name="silent"), ByLetter())
+    for one in (judge, NoJudge(), JoinedJudge(judge, LetterJudge())):
+        assert graded(judge=one).clustering is None
 
 
 def test_the_doctor_checks_the_result_of_the_judge():

@@ -20,10 +20,12 @@ from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.keys import TaskSection
 from poly_epo_jax.records.run_folder import GENERATIONS, METRICS, read_rows
 from poly_epo_jax.report.figures import plot_training_dynamics
-from poly_epo_jax.rollouts import grading
+from poly_epo_jax.rollouts import grading, rewards
 from poly_epo_jax.rollouts.grading import grade_groups
 from poly_epo_jax.rollouts.rewards import reward_parts
 from poly_epo_jax.startup.read_config import make_task
+from poly_epo_jax.system.daemon_thread import ThreadError
+from poly_epo_jax.system.pending_calls import MAX_SHOWN, pending_calls
 from poly_epo_jax.tasks import TASKS
 from poly_epo_jax.types import GradedGroup, Problem, Reward
 
@@ -115,8 +117,39 @@ def test_a_class_can_be_a_reward():
     assert found.rewards.tolist() == found.parts["Sparse"].tolist() == [1, 0]
 
 
-def test_asynchronous_rewards_of_all_responses_are_awaited_together():
+def test_threads_of_rewards_are_limited_and_time_limits_start_with_them(monkeypatch: pytest.MonkeyPatch):
+    running, counts, pending = set[object](), list[int](), list[str]()
+
+    async def in_daemon_thread(function: Any) -> Any:
+        running.add(call := object())
+        for _ in range(10):  # until all other calls have started, unless they wait
+            await asyncio.sleep(0)
+        counts.append(len(running))
+        pending.append(pending_calls()[0])
+        running.remove(call)
+        return function()
+
+    monkeypatch.setattr(rewards, "in_daemon_thread", in_daemon_thread)
+    monkeypatch.setattr(rewards, "MAX_CALLS", MAX_SHOWN)
+    parts = Parts(by_letter([1, 1, 1, 1]), Reward(by_letter([0, 0, 0, 0]), name="second"))
+    assert graded(parts).rewards.tolist() == [0.5] * 4
+    assert len(counts) == 8 and max(counts) == MAX_SHOWN
+    assert not any("more" in text for text in pending)  # a call is pending while its time limit runs
+
+
+@pytest.mark.parametrize("task", [ByLetter(), Parts(by_letter([1, 1, 1, 1]))], ids=["reward", "rewards"])
+def test_a_thread_that_does_not_start_is_not_a_failure_of_the_reward(task: Any, monkeypatch: pytest.MonkeyPatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ThreadError, match=r"^Failed to start a thread: can't start new thread\. Increase .*ulimit"):
+        graded(task)
+
+
+def test_asynchronous_rewards_of_all_responses_are_awaited_together(monkeypatch: pytest.MonkeyPatch):
     """Each call waits until all calls have started. The barrier belongs to one event loop, as clients of servers do."""
+    monkeypatch.setattr(rewards, "MAX_CALLS", 1)
     barrier = asyncio.Barrier(8)
 
     async def first(completions: list[str], **columns: Any) -> list[float]:
@@ -214,7 +247,7 @@ def test_values_may_exceed_the_range_by_a_rounding_error():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "text"),
+    ("parts", "text"),
     [
         ([raising, raising], "unique"),
         ([lambda **columns: [1.0]], "name="),
@@ -228,8 +261,8 @@ def test_values_may_exceed_the_range_by_a_rounding_error():
         ([Reward(raising, range=(0, math.inf))], "range is"),
     ],
 )
-def test_invalid_parts_are_rejected_at_the_start(rewards: Any, text: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(TASKS, "parts", lambda: Parts(*rewards))
+def test_invalid_parts_are_rejected_at_the_start(parts: Any, text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TASKS, "parts", lambda: Parts(*parts))
     with pytest.raises(ConfigError, match=rf"^Parts\.rewards.*{text}"):
         make_task(TaskSection(name="parts", options={}))
 

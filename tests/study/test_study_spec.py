@@ -15,7 +15,7 @@ from poly_epo_jax.config.checks import ConfigError
 from poly_epo_jax.config.methods import METHODS
 from poly_epo_jax.config.recipes import find_file
 from poly_epo_jax.judges import JUDGES
-from poly_epo_jax.judges.joined import JoinedJudge
+from poly_epo_jax.rollouts.joined_judge import JoinedJudge
 from poly_epo_jax.study import PAPER_METHODS, Study, StudyTask
 from poly_epo_jax.study.__main__ import main
 from poly_epo_jax.study.spec import read_study

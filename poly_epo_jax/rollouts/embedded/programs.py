@@ -257,8 +257,7 @@ def decode(
 
     def one_token(carry: tuple[jax.Array, SlotState]) -> tuple[jax.Array, SlotState]:
         step, state = carry
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        return step + 1, next_token(config, weights, state, stop_ids, **sampling)
+        return step + 1, next_token(config, weights, state, stop_ids, temperature=temperature, top_p=top_p, top_k=top_k)
 
     _, state = jax.lax.while_loop(should_continue, one_token, (jnp.zeros((), jnp.int32), state))
     return constrain_rows(state), jnp.stack([state.active.astype(jnp.int32), state.length, state.position])

@@ -98,8 +98,9 @@ class EmbeddedSampler:
         size = self.full_batch
         while len(jobs) <= size // 2:
             size //= 2
-        num_jobs = max(size, len(jobs))
-        num_slots, max_prompts = capacity(self.mesh, self.max_concurrent, num_jobs, len(jobs) // len(requests))
+        num_slots, max_prompts = capacity(
+            self.mesh, self.max_concurrent, max(size, len(jobs)), len(jobs) // len(requests)
+        )
         return Slots(
             self.config,
             self.weights,

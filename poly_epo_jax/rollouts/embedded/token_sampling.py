@@ -74,8 +74,7 @@ def sample_tokens(
             p = keep_top_k(p, top_k)
             mass = p.sum(axis=1)
         block, place, lattice = _draw_tokens(p, mass, seeds, indices, lattice, top_p)
-    logprob = _pick(_block(shifted, block), place) - log_total
-    return (block * BLOCK + place).astype(jnp.int32), logprob, lattice
+    return (block * BLOCK + place).astype(jnp.int32), _pick(_block(shifted, block), place) - log_total, lattice
 
 
 def _draw_tokens(
@@ -159,8 +158,7 @@ def two_uniforms(seeds: jax.Array, indices: jax.Array, attempt: jax.Array | int)
     Returns:
       Two float32 arrays [B] of multiples of 2^-24.
     """
-    key = seeds, jnp.full_like(seeds, attempt)
-    words = threefry2x32_p.bind(*key, indices.astype(jnp.uint32), jnp.zeros_like(seeds))
+    words = threefry2x32_p.bind(seeds, jnp.full_like(seeds, attempt), indices.astype(jnp.uint32), jnp.zeros_like(seeds))
     return [(word >> 8).astype(jnp.float32) * 2.0**-24 for word in words]
 
 

@@ -40,8 +40,7 @@ class AdoptedWeights:
             weight version is not the required version.
         """
         await asyncio.gather(*(self.dialect.wait_for(url, self._wait_seconds) for url in urls))
-        endpoints = await asyncio.gather(*map(self.dialect.probe, urls))
-        self.routers = {endpoint.url for endpoint in endpoints if endpoint.is_router}
+        self.routers = {one.url for one in await asyncio.gather(*map(self.dialect.probe, urls)) if one.is_router}
         models = dict(zip(urls, await asyncio.gather(*map(self._model_at, urls)), strict=True))
         found = {url: model.weight_version for url, model in models.items()}
         if len(set(found.values())) > 1:

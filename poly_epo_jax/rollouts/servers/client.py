@@ -225,8 +225,9 @@ class ServerSampler:
             elif not accepted:
                 self._mark_failed(pool, server, pending, "its weight update failed or was repeated")
             elif answer.weight_version not in (None, *accepted):
-                why = f"it has weights {answer.weight_version} instead of {self._weights.name}"
-                self._mark_failed(pool, server, pending, why)
+                self._mark_failed(
+                    pool, server, pending, f"it has weights {answer.weight_version} instead of {self._weights.name}"
+                )
             elif answer.finish_reason is None:
                 pending.last_error = f"{server.url} aborted a generation"
             elif flaw := (

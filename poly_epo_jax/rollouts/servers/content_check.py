@@ -183,8 +183,9 @@ class ContentCheck:
     ) -> ServerCompletion:
         max_tokens = min(max_tokens, self._probe.max_tokens)
         probe = dataclasses.replace(self._probe, cache_salt=cache_salt, max_tokens=max_tokens)
-        sampling = Sampling(probe.max_tokens, temperature=0.0)
-        (answer,) = await self._dialect.generate(client, url, probe, [0], sampling, self._stop_ids)
+        (answer,) = await self._dialect.generate(
+            client, url, probe, [0], Sampling(probe.max_tokens, temperature=0.0), self._stop_ids
+        )
         if isinstance(answer, InvalidResponseError):
             raise answer
         if answer.finish_reason is None:
@@ -203,18 +204,20 @@ class ContentCheck:
         assert self._pushed is not None
         before, answer = self._verified.get(url), evidence.answer
         difference = None if evidence.is_quantized else await self._difference(answer)
-        tolerance = MAX_DIFFERENCE[self._reference.dtype]
         return {
             "bytes_proofs": bytes_flaw(self._pushed, evidence, before),
             "change_proofs": change_flaw(self._pushed, evidence, before),
-            "trainer_proofs": None if difference is None else trainer_flaw(difference, tolerance),
+            "trainer_proofs": None
+            if difference is None
+            else trainer_flaw(difference, MAX_DIFFERENCE[self._reference.dtype]),
         }
 
     async def _difference(self, answer: ServerCompletion) -> float | None:
         """Returns the mean difference from the trainer's log-probabilities over the tokens that the trainer scored."""
         if self._params is not None and not any(np.array_equal(ids, answer.token_ids) for ids, _ in self._scores):
-            score = self._reference.logprobs
-            scored = await asyncio.to_thread(score, self._params, self._probe.prompt_ids, answer.token_ids)
+            scored = await asyncio.to_thread(
+                self._reference.logprobs, self._params, self._probe.prompt_ids, answer.token_ids
+            )
             self._scores.append((answer.token_ids, scored))
         best = max(self._scores, key=lambda score: shared_prefix(score[0], answer.token_ids), default=None)
         if best is None or not (count := shared_prefix(best[0], answer.token_ids)):
@@ -245,8 +248,14 @@ class ContentCheck:
         assert self._pushed is not None
         exact, before = exact_tensors(self._pushed, evidence.checksums), self._verified.get(url)
         if before is None:
-            others = (one for one in self._verified.values() if one.name == name)
-            kind = next((one.kind for one in others if is_same(one.evidence.answer, evidence.answer)), url)
+            kind = next(
+                (
+                    one.kind
+                    for one in self._verified.values()
+                    if one.name == name and is_same(one.evidence.answer, evidence.answer)
+                ),
+                url,
+            )
         else:
             exact, kind = exact | before.exact, before.kind
         self._verified[url] = Verified(name, self._pushed, evidence, exact, kind)
@@ -278,5 +287,5 @@ def make_probe(cache_block: int, max_sequence_tokens: int, vocab_size: int, stop
     num_generated = min(GENERATED_TOKENS, max_sequence_tokens - 1)
     choices = np.setdiff1d(np.arange(1, min(vocab_size, MAX_PROBE_ID)), stop_ids)
     length = min(2 * cache_block + GENERATED_TOKENS, max_sequence_tokens - num_generated)
-    prompt_ids = np.random.default_rng(0).choice(choices, length)
-    return Request("weight verification", prompt_ids.astype(np.int32), np.zeros(1, np.uint32), num_generated)
+    prompt_ids = np.random.default_rng(0).choice(choices, length).astype(np.int32)
+    return Request("weight verification", prompt_ids, np.zeros(1, np.uint32), num_generated)

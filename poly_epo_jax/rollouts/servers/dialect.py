@@ -112,8 +112,10 @@ def check_accepted(response: httpx.Response, url: str, request: Request) -> None
       RequestError: If the status is 4xx, except for 408 (timeout) and 429 (too many requests).
     """
     if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-        reason = f"{response.status_code}: {quote(response.text)}"
-        raise RequestError(f"{url} rejected the prompt of problem {request.problem_id!r} with {reason}")
+        raise RequestError(
+            f"{url} rejected the prompt of problem {request.problem_id!r} with {response.status_code}: "
+            f"{quote(response.text)}"
+        )
 
 
 @runtime_checkable

@@ -34,8 +34,8 @@ class Endpoints:
           ServerError: If a router does not respond or has no worker that responds within `wait_seconds`, or if a server
             in `urls` does not accept weights.
         """
-        listed = itertools.chain(*[await self._listed(url) for url in urls])
-        return list(dict.fromkeys(listed)) or await self.answering(urls)
+        workers = [worker for url in urls for worker in await self._listed(url)]
+        return list(dict.fromkeys(workers)) or await self.answering(urls)
 
     async def any_router(self, urls: Sequence[str]) -> bool:
         """Returns True if `urls` contains a router."""
@@ -83,8 +83,9 @@ class Endpoints:
             return [url]
         while True:
             workers = await self._listed(url)
-            checks = (self._dialect.wait_for(worker, 0) for worker in workers)
-            errors = await asyncio.gather(*checks, return_exceptions=True)
+            errors = await asyncio.gather(
+                *(self._dialect.wait_for(worker, 0) for worker in workers), return_exceptions=True
+            )
             if found := [worker for worker, error in zip(workers, errors, strict=True) if error is None]:
                 await asyncio.gather(*map(self._endpoint, found))
                 return found

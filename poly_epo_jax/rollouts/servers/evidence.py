@@ -98,8 +98,7 @@ def bytes_flaw(pushed: PushedWeights, evidence: Evidence, before: Verified | Non
     wrong, proven = (before.exact & checksums.keys()) - exact, exact
     for name in (before.pushed.digests.keys() & before.evidence.checksums.keys() & checksums.keys()) - exact:
         was_pushed = before.pushed.digests[name] != pushed.digests[name]
-        has_changed = before.evidence.checksums[name] != checksums[name]
-        if was_pushed != has_changed:
+        if was_pushed != (before.evidence.checksums[name] != checksums[name]):
             wrong |= {name}
         elif was_pushed:
             proven |= {name}

@@ -115,8 +115,11 @@ class ServerPool:
         """Returns the server for the next request, or None if no server has free capacity."""
         up = [server for server in self._servers if server.is_up]
         up = [server for server in up if server is not other_than] or up
-        free = [s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent]
-        return min(free, key=lambda server: server.tokens, default=None)
+        return min(
+            (s for s in up if not s.num_generations or s.num_generations + num_generations <= self._max_concurrent),
+            key=lambda server: server.tokens,
+            default=None,
+        )
 
     def _start_recovery(self, server: Server) -> None:
         task = asyncio.create_task(self._recover_server(server))

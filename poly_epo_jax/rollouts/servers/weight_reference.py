@@ -69,8 +69,7 @@ class WeightReference:
     def __init__(self, model: Transformer, mesh: Mesh, dtype: str):
         self._config, self._mesh, self._pushed_dtype = model.config, mesh, dtype
         self.tensors = compared_tensors(hf.tensor_names(model.config), model.config.num_layers)
-        weights = ARCHITECTURES[model.config.family].weights
-        self._padded = {weights[path].name for path in ("embed", "untied_head")}
+        self._padded = {ARCHITECTURES[model.config.family].weights[path].name for path in ("embed", "untied_head")}
         self.middle_layers = range(1, model.config.num_layers - 1)
         # Accelerators compute float32 matmuls in a shorter type by default.
         dtypes = [model.config.dtype, dtype] if mesh.devices.flat[0].platform == "cpu" else ["bfloat16"]

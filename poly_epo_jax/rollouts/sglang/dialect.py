@@ -103,8 +103,12 @@ class SGLang(Dialect):
         await post(client, url, "pause_generation", {"mode": "retract" if keep else "abort"})
 
     async def load_folder(self, client: httpx.AsyncClient, url: str, folder: Path, version: str) -> None:
-        body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
-        await post(client, url, "update_weights_from_disk", body)
+        await post(
+            client,
+            url,
+            "update_weights_from_disk",
+            {"model_path": str(folder), "weight_version": version, "flush_cache": True},
+        )
 
     async def resume(self, client: httpx.AsyncClient, url: str) -> None:
         await post(client, url, "continue_generation", {})
@@ -114,14 +118,18 @@ class SGLang(Dialect):
     ) -> list[dict[str, str]] | None:
         if field(read_json(await client.get(f"{url}/server_info")), "", dict).get("quantization"):
             return None
-        body = {"action": "checksum", "skip_tensor_list": [f".layers.{layer}." for layer in skipped_layers]}
-        response = await client.post(f"{url}/weights_checker", json=body)
+        response = await client.post(
+            f"{url}/weights_checker",
+            json={"action": "checksum", "skip_tensor_list": [f".layers.{layer}." for layer in skipped_layers]},
+        )
         if 400 <= response.status_code < 500:
             return []
-        ranks = [field(rank, "checksums", dict) for rank in field(read_json(response), "ranks", list)]
         return [
-            {_with_attention(name): field({"checksum": one}, "checksum", str) for name, one in rank.items()}
-            for rank in ranks
+            {
+                _with_attention(name): field({"checksum": one}, "checksum", str)
+                for name, one in field(rank, "checksums", dict).items()
+            }
+            for rank in field(read_json(response), "ranks", list)
         ]
 
     async def rename_weights(self, client: httpx.AsyncClient, url: str, version: str) -> None:

@@ -73,9 +73,8 @@ class TensorSync(WeightSync):
             for number, bucket in enumerate(self._buckets, start=1):
                 is_last = number == len(self._buckets)
                 dumps = ForkingPickler.dumps if bucket["flattened_tensor"].is_cuda else pickle.dumps
-                payload = base64.b64encode(dumps(bucket)).decode()
                 body = {
-                    "serialized_named_tensors": [payload] * self._ranks,
+                    "serialized_named_tensors": [base64.b64encode(dumps(bucket)).decode()] * self._ranks,
                     "load_format": "flattened_bucket",
                     "flush_cache": is_last,
                 } | ({"weight_version": self._version} if is_last else {})
@@ -116,8 +115,9 @@ class TensorSync(WeightSync):
 
 def _metadata_class() -> type:
     """Returns a class with the module and name of SGLang's tensor metadata class, so that SGLang can unpickle it."""
-    fields = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
-    metadata = dataclasses.make_dataclass("FlattenedTensorMetadata", fields)
+    metadata = dataclasses.make_dataclass(
+        "FlattenedTensorMetadata", ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
+    )
     metadata.__module__ = METADATA_MODULE
     parts = METADATA_MODULE.split(".")
     for i in range(1, len(parts) + 1):

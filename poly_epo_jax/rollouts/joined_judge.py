@@ -6,6 +6,7 @@ from collections import Counter
 
 from poly_epo_jax.judges.exact import clusters_of
 from poly_epo_jax.judges.ngrams import component_roots
+from poly_epo_jax.rollouts.returned_values import checked_clustering
 from poly_epo_jax.types import (
     DEGENERATE_CLUSTER,
     Clustering,
@@ -33,8 +34,13 @@ class JoinedJudge:
         self.parts = (first, second)
 
     async def cluster(self, group: Group) -> Clustering | JudgeFailure | None:
-        """Requests both partitions and joins them."""
-        found = await asyncio.gather(*(judge.cluster(group) for judge in self.parts))
+        """Requests both partitions and joins them.
+
+        Raises:
+          ValueError: If a judge returns an invalid value.
+        """
+        returned = await asyncio.gather(*(judge.cluster(group) for judge in self.parts))
+        found = [checked_clustering(judge, group, one) for judge, one in zip(self.parts, returned, strict=True)]
         clusterings = [one for one in found if isinstance(one, Clustering)]
         if len(clusterings) < len(found):
             return next(one for one in found if not isinstance(one, Clustering))
