@@ -99,6 +99,9 @@ class BackgroundAudit:
             self._stop.request(signal.SIGTERM)
 
     def _write(self, rows: Sequence[Row]) -> None:
-        with writing(self._folder):
-            append_rows(self._folder / AUDIT, rows)
+        try:
+            with writing(self._folder):
+                append_rows(self._folder / AUDIT, rows)
+        except OSError as error:  # must neither end the thread nor stop the run
+            print(f"Warning: An audit is not recorded: {error} The audit command repeats it.", file=sys.stderr)
         warn_of_failures(rows)

@@ -1,6 +1,7 @@
 """Tests of audits of judges with known faults, their resumption, and runs whose auditor sleeps or is dead."""
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ import pytest
 from fakes import PATIENCE, ByLetter, LetterJudge
 from tiny_training import tiny_config, tiny_update, train_tiny
 
+from poly_epo_jax.audit import background
 from poly_epo_jax.audit.__main__ import main
 from poly_epo_jax.audit.auditor import Auditor, missing_audits
 from poly_epo_jax.audit.background import BackgroundAudit
@@ -365,6 +367,24 @@ def test_a_resumed_run_repeats_the_audits_that_are_missing(tmp_path: Path):
     train_audited(tmp_path / "run", "Letters", num_steps=4)
     rows = [*read_rows(tmp_path / "run" / AUDIT, AUDITED)]
     assert sorted(row["step"] for row in rows) == [2, 2, 2, 4, 4, 4] and not any(row["failures"] for row in rows)
+
+
+def test_a_failed_write_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run, writes = write_run(tmp_path / "run", steps=(2, 4)), iter([OSError(errno.ENOSPC, "the disk is full"), None])
+
+    def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+        if error := next(writes):
+            raise error
+        append_rows(path, rows)
+
+    monkeypatch.setattr(background, "append_rows", append)
+    BackgroundAudit(config_of("Perfect", workdir=str(run)), TASK, StopSignal()).close(PATIENCE)
+    assert {row["step"] for row in read_rows(run / AUDIT, AUDITED)} == {4}
+    printed = capsys.readouterr().err
+    assert printed.startswith("Warning: An audit is not recorded: ") and "the disk is full" in printed
+    assert printed.count("\n") == 1
 
 
 class Single(Perfect):
