@@ -136,10 +136,14 @@ class Experience:
 
     async def wait_until_ready(self) -> None:
         """Waits until the judge's server responds, and warns if the largest request exceeds the judge's limits."""
-        if isinstance(self.judge, ServerBacked):
-            await hosts.barrier(self.stop.run_interruptible(self.judge.wait_until_ready()))
-        if hosts.is_first():
-            await warn_capacity(self.judge, self._judge_load())
+
+        async def wait() -> None:
+            if isinstance(self.judge, ServerBacked):
+                await self.judge.wait_until_ready()
+            if hosts.is_first():
+                await warn_capacity(self.judge, self._judge_load())
+
+        await hosts.barrier(self.stop.run_interruptible(wait()))
 
     async def batch(self, step: int, position: int) -> Batch:
         """Waits for the batch of `step` and returns it. The sampler then sleeps until weights are pushed, if it can.
