@@ -223,6 +223,26 @@ def test_a_server_that_always_aborts_raises_an_error_after_8_attempts(monkeypatc
     assert sampler_counts(rollouts)["rollouts/resampled"] == 16
 
 
+def test_a_healthy_server_that_rejects_all_prompts_does_not_get_every_retry(monkeypatch):
+    received = {"a": 0, "b": 0}
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        received[request.url.host] += 1
+        if request.url.host == "b":
+            return httpx.Response(503)
+        await until(lambda: received["b"] > 0)
+        for _ in range(20_000):  # b recovers in the meantime, and could get the retries
+            await asyncio.sleep(0)
+        return generated(request, "w")
+
+    rollouts = open_rollouts(answer, monkeypatch, URLS, None)
+    rollouts.sampler.max_concurrent = 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))) == 2
+    assert received == {"a": 2, "b": 1}
+
+
 def test_an_evaluation_omits_a_prompt_that_the_server_rejects(monkeypatch):
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
