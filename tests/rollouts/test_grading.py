@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import re
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -196,6 +197,20 @@ def test_a_reward_that_raises_masks_its_response(capsys: pytest.CaptureFixture[s
     file = re.search(r"Fragile\.reward raised .* A traceback is in (.*)\.\n", capsys.readouterr().err)
     assert file and "ZeroDivisionError: division by zero" in Path(file[1]).read_text()
     Path(file[1]).unlink()
+
+
+def test_a_reward_that_raises_has_failed_if_its_traceback_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Broken(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            return float(generation.text == "a") or 1 / 0
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    (graded,) = asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
+    assert graded.rewards.tolist() == [1.0] and graded.group.failures[1].kind == "raised"
+    printed = capsys.readouterr().err
+    assert "Broken.reward raised ZeroDivisionError" in printed and "traceback" not in printed
 
 
 def test_a_judge_that_raises_has_failed():
