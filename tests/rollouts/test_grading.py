@@ -92,6 +92,30 @@ def test_grading_overlaps_generation():
     assert asyncio.run(main()) == [f"{verb} {problem.id}" for problem in PROBLEMS for verb in ("generate", "judge")]
 
 
+def test_an_error_ends_the_generation():
+    async def main() -> list[str]:
+        happened, was_raised = [], asyncio.Event()
+
+        async def generate() -> AsyncIterator[Group]:
+            try:
+                for problem in PROBLEMS:
+                    yield group(problem, "ab")
+                    await was_raised.wait()
+                    happened.append(problem.id)
+            finally:
+                happened.append("closed")
+
+        async def write(graded: GradedGroup) -> None:
+            was_raised.set()
+            raise OSError("the disk is full")
+
+        with pytest.raises(OSError, match="the disk is full"):
+            await grade_groups(generate(), PROBLEMS, ByLetter(), LetterJudge(), write)
+        return happened
+
+    assert asyncio.run(main()) == [PROBLEMS[0].id, "closed"]
+
+
 def test_groups_are_judged_concurrently():
     """Each call of the judge waits until all calls have started."""
 
