@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from poly_epo_jax.audit.background import BackgroundAudit
+from poly_epo_jax.audit.background import BackgroundAudit, check_inflation
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, updates_per_step
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
@@ -87,6 +87,7 @@ def run(config: Config) -> None:
         hosts.run_on_first(lambda: check_loggers(config.log.projects))
         configure_compiler(config)
         check_resume_config(workdir, config)
+        hosts.run_on_first(lambda: check_inflation(config))
         prepared = hosts.run_on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.
         hosts.run_on_first(lambda: held.enter_context(run_folder.lock_run_folder(workdir)))

@@ -4,6 +4,8 @@ import asyncio
 import errno
 import json
 import os
+import pickle
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,18 +20,20 @@ from tiny_training import tiny_config, tiny_update, train_tiny
 from poly_epo_jax.audit import background
 from poly_epo_jax.audit.__main__ import main
 from poly_epo_jax.audit.auditor import Auditor, missing_audits
-from poly_epo_jax.audit.background import BackgroundAudit
+from poly_epo_jax.audit.background import BackgroundAudit, check_inflation
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges import JUDGES, JudgeEntry
 from poly_epo_jax.judges.joined import JoinedJudge
 from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, CONFIG, GENERATIONS, METRICS
+from poly_epo_jax.rollouts.grading import JudgeError
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.read_config import training_judge
 from poly_epo_jax.system import http_client
 from poly_epo_jax.system.json_files import append_rows, read_rows
 from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.tasks import TASKS
+from poly_epo_jax.train import _exit
 from poly_epo_jax.types import Clustering, Group, JudgeFailure
 
 TASK: Any = TASKS["polynomial_prose"](num_train=8, num_held_out=1)
@@ -394,15 +398,41 @@ class Single(Perfect):
         return Clustering(np.zeros(len(group.generations), np.int32))
 
 
-def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path):
     JUDGES["Single"] = JudgeEntry(Single, "a test")
     try:
         train_audited(tmp_path / "low", "Single", **dict[str, Any]({"audit.stop_inflation": 5.0}))
-        with pytest.raises(Stopped):
+        with pytest.raises(Stopped) as stopped:
             train_audited(tmp_path / "high", "Single", **dict[str, Any]({"audit.stop_inflation": 1.01}))
     finally:
         del JUDGES["Single"]
-    assert "in step 2, above audit.stop_inflation=1.01" in capsys.readouterr().err
+    with pytest.raises(JudgeError, match=r"in step 2, above audit\.stop_inflation=1\.01\. .* Saved after step 3\.$"):
+        _exit(pickle.loads(pickle.dumps(stopped.value)), 3)  # processes exchange the exception
+    with pytest.raises(SystemExit, match="143"):
+        _exit(Stopped(signal.SIGTERM), 3)
+
+
+def test_a_run_is_not_resumed_while_its_last_audit_exceeds_the_limit(tmp_path: Path):
+    """The audits of later steps are not finished."""
+    rows = [
+        {"step": step, "group": f"{step}, {number}", "clusters": [0, 1], "auditor": auditor}
+        | {"rewards": [1.0, 1.0], "probes": {}, "failures": {}}
+        for step, auditor in ((2, [0, 1]), (4, [0, 0]), (6, None))
+        for number in range(3)
+    ]
+    append_rows(tmp_path / AUDIT, rows)
+
+    def check(limit: float) -> None:
+        check_inflation(config_of("Perfect", workdir=str(tmp_path), **dict[str, Any]({"audit.stop_inflation": limit})))
+
+    check(0.0)
+    check(2.5)
+    with pytest.raises(
+        ConfigError, match=r"2\.000 .* in step 4, above audit\.stop_inflation=1\.5\. .* raise the limit"
+    ):
+        check(1.5)
+    append_rows(tmp_path / AUDIT, [row | {"step": 8} for row in rows if row["step"] == 2])
+    check(1.5)
 
 
 @pytest.mark.parametrize(
