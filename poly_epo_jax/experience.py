@@ -190,8 +190,12 @@ class Experience:
         """Returns the size of the largest judge request."""
         config, train, sampling = self.config, self._train, self.config.sampling
         num_generations = max(train.num_generations, config.eval.num_generations if config.eval.every else 0)
-        num_turns = sampling.max_turns if isinstance(self.task, Interactive) else 1
-        return JudgeLoad(num_generations, train.max_prompt_tokens, sampling.max_tokens, num_turns)
+        return JudgeLoad(
+            num_generations,
+            train.max_prompt_tokens,
+            sampling.max_tokens,
+            sampling.max_turns if isinstance(self.task, Interactive) else 1,
+        )
 
     def _num_missing(self, step: int) -> int:
         """Returns the number of prompts that a round of the step needs, or 0 if the queue has enough complete groups.

@@ -250,8 +250,11 @@ class _Loop:
     def save(self) -> None:
         """Saves a checkpoint of the last completed step."""
         progress = self.trainer.current
-        data = {"position": progress.position, "solved": f"{progress.solved:x}", "ahead": progress.ahead}
-        self.checkpoints.save(progress.step, progress.state, data)
+        self.checkpoints.save(
+            progress.step,
+            progress.state,
+            {"position": progress.position, "solved": f"{progress.solved:x}", "ahead": progress.ahead},
+        )
         self.saved = progress.step
 
     def _is_due(self, interval: int, step: int) -> bool:

@@ -35,8 +35,7 @@ class BackgroundAudit:
     """
 
     def __init__(self, config: Config, task: Task, stop: StopSignal):
-        self._config, self._stop = config, stop
-        self._folder = Path(config.workdir)
+        self._config, self._stop, self._folder = config, stop, Path(config.workdir)
         self._auditor, self._lock, self._closed = Auditor(config, task), threading.Lock(), False
         self._pending: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue()
         self._incomplete: dict[int, list[RecordedGroup]] = {}

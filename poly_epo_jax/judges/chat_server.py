@@ -112,8 +112,9 @@ class ChatServer:
                 failure, delay, now = ReplyError("unreachable", reason), 0.0, time.monotonic()
                 since = self._unreachable_since = self._unreachable_since or now
             except httpx.HTTPError as error:
-                kind = "malformed" if isinstance(error, InvalidResponseError) else "unavailable"
-                raise ReplyError(kind, describe_error(error)) from None
+                raise ReplyError(
+                    "malformed" if isinstance(error, InvalidResponseError) else "unavailable", describe_error(error)
+                ) from None
             else:
                 self._unreachable_since, failure = None, self._failure(response)
                 if failure is None:

@@ -223,8 +223,7 @@ class Checkpoints:
         Returns:
           The state and the data position.
         """
-        path = self._directory / str(step)
-        content = self._read(step, data=ocp.args.JsonRestore()).data
+        path, content = self._directory / str(step), self._read(step, data=ocp.args.JsonRestore()).data
         if not isinstance(content, dict) or content.pop("digest", None) != json_digest(content):
             raise CheckpointError(f"Checkpoint {path} is corrupted: its digest does not match its record.")
         if others := _other_arrays(tree, content["fingerprints"]):
@@ -249,7 +248,7 @@ class Checkpoints:
                 return self._manager.restore(step, args=ocp.args.Composite(**items))
             except Exception as error:  # Orbax and TensorStore raise many types
                 reason = _reason(error)
-                if (cause := next(filter(_is_transient, _causes(error)), None)) is not None:
+                if (cause := _transient_cause(error)) is not None:
                     raise OSError(
                         f"Failed to read checkpoint {self._directory / str(step)}: {_reason(cause)}. Fix the problem, "
                         "or move this checkpoint if the problem remains, and rerun the command to resume."
@@ -352,13 +351,11 @@ def _os_error_code(error: BaseException) -> int | None:
     return int(found[1]) if found else error.errno if isinstance(error, OSError) else None
 
 
-def _is_transient(error: BaseException) -> bool:
-    """Returns True if an error, such as a lack of host or device memory, does not indicate a corrupted checkpoint."""
-    return _os_error_code(error) in _TRANSIENT_ERRORS or "RESOURCE_EXHAUSTED" in str(error)
+def _transient_cause(error: BaseException | None) -> BaseException | None:
+    """Returns the cause of an error, such as a lack of host or device memory, that does not indicate corruption.
 
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes, because Orbax raises errors with other types and messages."""
-    while error is not None:
-        yield error
+    Orbax raises errors with other types and messages than their causes. Returns None if there is no such cause.
+    """
+    while error and _os_error_code(error) not in _TRANSIENT_ERRORS and "RESOURCE_EXHAUSTED" not in str(error):
         error = error.__cause__ or error.__context__
+    return error

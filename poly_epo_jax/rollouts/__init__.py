@@ -50,8 +50,9 @@ def _vllm(model: Transformer, mesh: Mesh, stop_ids: Sequence[int], config: Confi
             f"rollouts.weight_sync={config.rollouts.weight_sync!r} does not support rollouts.name='vllm'; set "
             "rollouts.weight_sync=disk."
         )
-    dialect = _vllm_dialect(config, model.config.vocab_size, config.train.max_prompt_tokens)
-    return _trained_client(dialect, model, mesh, stop_ids, config)
+    return _trained_client(
+        _vllm_dialect(config, model.config.vocab_size, config.train.max_prompt_tokens), model, mesh, stop_ids, config
+    )
 
 
 def _vllm_dialect(config: Config, vocab_size: int = 0, max_prompt_tokens: int = 0) -> VLLM:
@@ -142,8 +143,7 @@ def open_server(
     dialect = SAMPLERS[config.rollouts.name].dialect(config, model.config.vocab_size)
     if dialect is SGLANG:
         check_network(model.config, config.sampling.max_tokens)
-    adopted = AdoptedWeights(dialect, config.rollouts.wait_seconds, weights)
-    return _client([url], adopted, model, stop_ids, config)
+    return _client([url], AdoptedWeights(dialect, config.rollouts.wait_seconds, weights), model, stop_ids, config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,8 +78,7 @@ async def grade_groups(
       Exception: If `then` raises. Like all other errors, it ends the generation of the remaining groups.
       EpisodeError: If `MAX_ABANDONED` calls of a reward have not returned, because threads cannot be stopped.
     """
-    clock = clock or StageClock()
-    running = []
+    clock, running = clock or StageClock(), []
     try:
         with clock.stage("generate"):
             async for group in groups:

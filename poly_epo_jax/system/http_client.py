@@ -193,8 +193,7 @@ def field(response: Any, path: str, kind: type[T]) -> T:
 def quote(text: str) -> str:
     """Formats a server's text on one line of at most MAX_QUOTED characters, with control characters escaped."""
     line = " ".join(text[: 2 * MAX_QUOTED].split())
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
-    return shown[:MAX_QUOTED]
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)[:MAX_QUOTED]
 
 
 def backoff_seconds(attempt: int) -> float:

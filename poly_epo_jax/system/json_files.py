@@ -81,8 +81,7 @@ def sort_rows(path: Path, columns: Columns, key: Callable[[Row], Any]) -> None:
     Raises:
       ValueError: If a complete line is not a JSON object with these columns. The file is then unchanged.
     """
-    keyed = [(key(row), line) for line, row in _lines_and_rows(path, columns)]
-    replace_file(path, (line for _, line in sorted(keyed)))
+    replace_file(path, (line for _, line in sorted([(key(row), line) for line, row in _lines_and_rows(path, columns)])))
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -29,8 +29,7 @@ class AdoptedWeights:
         self.version, self.name = 0, ""
         self.current: set[str] = set()
         self.routers: set[str] = set()
-        self.dialect = dialect
-        self._wait_seconds, self._required, self._adopted = wait_seconds, weights, ""
+        self.dialect, self._wait_seconds, self._required, self._adopted = dialect, wait_seconds, weights, ""
 
     async def servers(self, urls: Sequence[str]) -> list[str]:
         """Waits for all servers and routers in `urls`, adopts their weights, and returns `urls`.
@@ -40,8 +39,9 @@ class AdoptedWeights:
             weights are not the required weights.
         """
         await asyncio.gather(*(self.dialect.wait_for(url, self._wait_seconds) for url in urls))
-        endpoints = await asyncio.gather(*map(self.dialect.probe, urls))
-        self.routers = {endpoint.url for endpoint in endpoints if endpoint.is_router}
+        self.routers = {
+            endpoint.url for endpoint in await asyncio.gather(*map(self.dialect.probe, urls)) if endpoint.is_router
+        }
         models = dict(zip(urls, await asyncio.gather(*map(self._model_at, urls)), strict=True))
         found = {url: model.weights for url, model in models.items()}
         if len(set(found.values())) > 1:

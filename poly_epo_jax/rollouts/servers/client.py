@@ -82,11 +82,8 @@ class ServerSampler:
         max_concurrent: int,
         timeout_seconds: float,
     ):
-        self.urls = [url.rstrip("/") for url in urls]
-        self.stop_ids = tuple(stop_ids)
-        self.vocab_size = vocab_size
-        self.max_concurrent = max_concurrent
-        self.timeout_seconds = timeout_seconds
+        self.urls, self.stop_ids = [url.rstrip("/") for url in urls], tuple(stop_ids)
+        self.vocab_size, self.max_concurrent, self.timeout_seconds = vocab_size, max_concurrent, timeout_seconds
         self._weights = weights
         self._running: set[asyncio.Task[None]] = set()
         self._counts = Counter[str]()
