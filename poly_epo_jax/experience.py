@@ -136,10 +136,14 @@ class Experience:
 
     async def wait_until_ready(self) -> None:
         """Waits until the judge's server responds, and warns if the largest request exceeds the judge's limits."""
-        if isinstance(self.judge, ServerBacked):
-            await hosts.barrier(self.stop.run_interruptible(self.judge.wait_until_ready()))
-        if hosts.is_first():
-            await warn_capacity(self.judge, self._judge_load())
+
+        async def wait() -> None:
+            if isinstance(self.judge, ServerBacked):
+                await self.judge.wait_until_ready()
+            if hosts.is_first():
+                await warn_capacity(self.judge, self._judge_load())
+
+        await hosts.barrier(self.stop.run_interruptible(wait()))
 
     async def batch(self, step: int, position: int) -> Batch:
         """Waits for the batch of `step` and returns it. The sampler then sleeps until weights are pushed, if it can.
@@ -186,8 +190,12 @@ class Experience:
         """Returns the size of the largest judge request."""
         config, train, sampling = self.config, self._train, self.config.sampling
         num_generations = max(train.num_generations, config.eval.num_generations if config.eval.every else 0)
-        num_turns = sampling.max_turns if isinstance(self.task, Interactive) else 1
-        return JudgeLoad(num_generations, train.max_prompt_tokens, sampling.max_tokens, num_turns)
+        return JudgeLoad(
+            num_generations,
+            train.max_prompt_tokens,
+            sampling.max_tokens,
+            sampling.max_turns if isinstance(self.task, Interactive) else 1,
+        )
 
     def _num_missing(self, step: int) -> int:
         """Returns the number of prompts that a round of the step needs, or 0 if the queue has enough complete groups.

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from poly_epo_jax.audit.background import BackgroundAudit
+from poly_epo_jax.audit.background import BackgroundAudit, check_inflation
 from poly_epo_jax.config.keys import Config, ConfigError, max_sequence_tokens, updates_per_step
 from poly_epo_jax.evaluate.held_out import evaluate_held_out
 from poly_epo_jax.experience import Experience
@@ -87,6 +87,7 @@ def run(config: Config) -> None:
         hosts.run_on_first(lambda: check_loggers(config.log.projects))
         configure_compiler(config)
         check_resume_config(workdir, config)
+        hosts.run_on_first(lambda: check_inflation(config))
         prepared = hosts.run_on_all(lambda: prepare(config))
         # The first process locks the run folder for all processes.
         hosts.run_on_first(lambda: held.enter_context(run_folder.lock_run_folder(workdir)))
@@ -149,14 +150,14 @@ def _run(config: Config, prepared: Prepared) -> None:
         positions={problem.id: position for position, problem in enumerate(train_problems)},
         pushed_dtype=pushed_dtype(config, policy.config),
     )
-    evaluate = _evaluation(config, prepared, rollouts, held_out_problems, stop)
-    step = progress.step
+    evaluate, step = _evaluation(config, prepared, rollouts, held_out_problems, stop), progress.step
     with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
         is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
         audit = BackgroundAudit(config, task, stop) if config.audit.every and tracker else None
         try:
-            submit = audit and audit.submit
-            run_in_loop(train(trainer, evaluate, checkpoints, tracker, config, is_evaluated, submit), stop)
+            run_in_loop(
+                train(trainer, evaluate, checkpoints, tracker, config, is_evaluated, audit and audit.submit), stop
+            )
         finally:
             if audit is not None:
                 is_complete = trainer.progress is not None and trainer.progress.step == config.train.num_steps
@@ -167,8 +168,9 @@ def _run(config: Config, prepared: Prepared) -> None:
 
 def _open_rollouts(config: Config, policy: Policy, task: Task, mesh: Mesh) -> Rollouts:
     """Opens the sampler, and returns the rollouts that use it."""
-    open_sampler = SAMPLERS[config.rollouts.name].open
-    sampler = open_sampler(policy.model, mesh, policy.stop_ids, config, **config.rollouts.options)
+    sampler = SAMPLERS[config.rollouts.name].open(
+        policy.model, mesh, policy.stop_ids, config, **config.rollouts.options
+    )
     limits = (config.train.max_prompt_tokens, config.model.stop_strings, policy.config.vocab_size)
     return Rollouts(sampler, policy.tokenizer, task, *limits, *config.rollouts.user_code_limits)
 
@@ -213,8 +215,9 @@ def _initial_policy(config: Config, prepared: Prepared, mesh: Mesh) -> Policy:
     If `model.path` is empty, the first process fits or loads the base policy. The first process also determines
     `remat`, so that all processes compile the same program.
     """
-    cache = Path(config.compilation_cache_dir) / CHECKED
-    verify_attention_kernel(config.model.attention, prepared.model_config, prepared.mesh, cache)
+    verify_attention_kernel(
+        config.model.attention, prepared.model_config, prepared.mesh, Path(config.compilation_cache_dir) / CHECKED
+    )
     section = dataclasses.replace(config.model, remat=hosts.run_on_first(lambda: prepared.model_config.remat))
     folder = (
         find_model(config.model.path)
@@ -232,8 +235,9 @@ def _restored_or_new(
 ) -> TrainProgress:
     """Returns the progress of the newest valid checkpoint, or that of a new run if there is none."""
     base = policy.load_base(mesh) if config.lora.rank else None  # checkpoints of adapters omit the frozen weights
-    restore = partial(checkpoints.restore, like=update.abstract_state, shardings=update.shardings, frozen=base)
-    newest = checkpoints.restore_latest(restore)
+    newest = checkpoints.restore_latest(
+        partial(checkpoints.restore, like=update.abstract_state, shardings=update.shardings, frozen=base)
+    )
     if newest is None:
         return TrainProgress(0, update.init(policy.load_params(mesh, config.seed, base)), position=0, solved=0)
     step, (state, saved) = newest
@@ -275,9 +279,10 @@ def _tracker(config: Config, step: int) -> contextlib.AbstractContextManager[Tra
         return contextlib.nullcontext()
     json_config = json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     # Without a checkpoint, all rows are dropped, including those of the evaluation before the first step.
-    resume_step = step or -1
-    total_steps, method = config.train.num_steps, method_title(config.algo)
-    return Tracker(Path(config.workdir), json_config, total_steps, resume_step, config.log.projects, method)
+    steps = {"total_steps": config.train.num_steps, "resume_step": step or -1}
+    return Tracker(
+        Path(config.workdir), json_config, **steps, projects=config.log.projects, method=method_title(config.algo)
+    )
 
 
 def _problems_that_fit(config: Config, task: Task, policy: Policy) -> tuple[Sequence[Problem], Sequence[Problem]]:

@@ -18,6 +18,7 @@ from poly_epo_jax.parallel.sharding import params_on_host
 from poly_epo_jax.records.profile import StepProfiler
 from poly_epo_jax.records.timeline import Timeline
 from poly_epo_jax.records.tracking import Tracker
+from poly_epo_jax.rollouts.grading import JudgeError
 from poly_epo_jax.step.minibatches import MinibatchPacker
 from poly_epo_jax.step.objective import DivergenceError, check_finite
 from poly_epo_jax.step.step_metrics import logged_generations, solved_problems, step_metrics
@@ -149,7 +150,8 @@ async def train(
 
     Raises:
       SystemExit: On SIGTERM, SIGHUP or Ctrl-C on any process. Pending waits are cancelled; running computations finish.
-      JudgeError: If the judge fails on a larger fraction of prompts than `judge.max_failed_fraction`.
+      JudgeError: If the judge fails on a larger fraction of prompts than `judge.max_failed_fraction`, or if an audit
+        has stopped the run, see `audit.stop_inflation`.
       DivergenceError: If an update is not finite. The run then keeps only the checkpoints that were saved before.
       HostError: If another process failed.
       OSError: If a checkpoint or a row cannot be written, or if a server cannot be used.
@@ -190,8 +192,10 @@ def _with_advice(error: DivergenceError, saved: int) -> DivergenceError:
 
 
 def _exit(stopped: Stopped, saved: int) -> NoReturn:
+    kept = f"Saved after step {saved}" if saved else "No step was completed"
+    if stopped.reason:  # The exit code differs from that of a signal, after which launchers restart the run.
+        raise JudgeError(f"{stopped.reason} {kept}.")
     if hosts.is_first():
-        kept = f"Saved after step {saved}" if saved else "No step was completed"
         print(f"{stopped}: {kept}. Rerun the command to resume.", file=sys.stderr)
     sys.exit(128 + stopped.number)  # exit status of a process that was terminated by this signal
 
@@ -246,8 +250,11 @@ class _Loop:
     def save(self) -> None:
         """Saves a checkpoint of the last completed step."""
         progress = self.trainer.current
-        data = {"position": progress.position, "solved": f"{progress.solved:x}", "ahead": progress.ahead}
-        self.checkpoints.save(progress.step, progress.state, data)
+        self.checkpoints.save(
+            progress.step,
+            progress.state,
+            {"position": progress.position, "solved": f"{progress.solved:x}", "ahead": progress.ahead},
+        )
         self.saved = progress.step
 
     def _is_due(self, interval: int, step: int) -> bool:

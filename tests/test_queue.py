@@ -4,13 +4,14 @@ import asyncio
 import contextvars
 import dataclasses
 import random
+import signal
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import LETTERS, LetterJudge, RandomLetters
+from fakes import LETTERS, PATIENCE, LetterJudge, RandomLetters
 from tiny_training import tiny_config, tiny_experience, train_tiny
 from training_runs import rows_of
 
@@ -19,7 +20,19 @@ from poly_epo_jax.parallel import hosts
 from poly_epo_jax.records.run_folder import read_rows
 from poly_epo_jax.step.advantages import Features
 from poly_epo_jax.system.http_client import ServerError
-from poly_epo_jax.types import Clustering, Completion, Group, Judge, JudgeFailure, Params, Problem, Request, Sampling
+from poly_epo_jax.system.signals import Stopped, StopSignal
+from poly_epo_jax.types import (
+    Clustering,
+    Completion,
+    Group,
+    Judge,
+    JudgeFailure,
+    JudgeLoad,
+    Params,
+    Problem,
+    Request,
+    Sampling,
+)
 
 TWENTY = [Problem(str(i), f"{i}:", "a") for i in range(20)]
 REFILL: dict[str, Any] = {"algo.advantages": "grpo", "train.refill": True}
@@ -61,6 +74,32 @@ class Fickle(LetterJudge):
     async def cluster(self, group: Group) -> Clustering | JudgeFailure:
         letters = [y.text for y in group.generations]
         return JudgeFailure("broken", "no") if letters[0] == letters[1] else await super().cluster(group)
+
+
+class SlowToReport(LetterJudge):
+    """Never reports its limits. Requests a shutdown as soon as they are requested."""
+
+    def __init__(self):
+        super().__init__()
+        self.stop = StopSignal()
+
+    async def capacity_warnings(self, load: JudgeLoad) -> list[str]:
+        self.stop.request(signal.SIGTERM)
+        await asyncio.Event().wait()
+        return []
+
+
+def test_a_shutdown_does_not_wait_for_the_limits_of_the_judge():
+    judge = SlowToReport()
+    experience = tiny_experience(tiny_config(), judge=judge)
+    experience.stop = judge.stop
+
+    async def main() -> None:
+        with judge.stop.on_signals():
+            await asyncio.wait_for(experience.wait_until_ready(), PATIENCE)
+
+    with pytest.raises(Stopped):
+        asyncio.run(main())
 
 
 async def draw_batches(experience: Experience, num_steps: int, pauses: int = 0) -> list[Batch]:

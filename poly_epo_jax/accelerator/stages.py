@@ -71,8 +71,13 @@ def make_stages(is_small: bool) -> list[Stage]:
 
 def _package(command: str, *flags: str, **changes: object) -> list[str]:
     # Returns a command of the package. In the names of changed configuration keys, `__` stands for a dot.
-    keys = [f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()]
-    return [sys.executable, "-m", f"poly_epo_jax.{command}", *flags, *keys]
+    return [
+        sys.executable,
+        "-m",
+        f"poly_epo_jax.{command}",
+        *flags,
+        *[f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()],
+    ]
 
 
 def _learning(is_small: bool) -> list[Measurement]:

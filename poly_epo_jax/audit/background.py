@@ -1,6 +1,7 @@
 """Audits the logged steps of a run in a thread, while later steps are trained."""
 
 import asyncio
+import itertools
 import queue
 import signal
 import sys
@@ -9,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poly_epo_jax.audit.auditor import UNFINISHED, Auditor, empty_row, missing_audits, warn_of_failures
-from poly_epo_jax.config.keys import Config, max_draws
+from poly_epo_jax.config.keys import Config, ConfigError, max_draws
 from poly_epo_jax.metrics.intervals import interval_text
 from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.recorded_groups import RecordedGroup
-from poly_epo_jax.records.run_folder import AUDIT, writing
-from poly_epo_jax.system.json_files import Row, append_rows
+from poly_epo_jax.records.run_folder import AUDIT, AUDITED, writing
+from poly_epo_jax.system.json_files import Row, append_rows, read_rows
 from poly_epo_jax.system.signals import StopSignal
 from poly_epo_jax.types import Task
 
@@ -34,8 +35,7 @@ class BackgroundAudit:
     """
 
     def __init__(self, config: Config, task: Task, stop: StopSignal):
-        self._config, self._stop = config, stop
-        self._folder = Path(config.workdir)
+        self._config, self._stop, self._folder = config, stop, Path(config.workdir)
         self._auditor, self._lock, self._closed = Auditor(config, task), threading.Lock(), False
         self._pending: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue()
         self._incomplete: dict[int, list[RecordedGroup]] = {}
@@ -89,16 +89,44 @@ class BackgroundAudit:
                     self._check_inflation(step, rows)
 
     def _check_inflation(self, step: int, rows: Sequence[Row]) -> None:
-        found, limit = summarize(rows, self._config.algo.set_size)["inflation"], self._config.audit.stop_inflation
-        if limit and found and (found["low"] or 0) > limit:
-            print(
-                f"Warning: The run stops, because the judge counts {interval_text(found)} times as many clusters as "
-                f"the auditor in step {step}, above audit.stop_inflation={limit:g}. Set a higher value to resume.",
-                file=sys.stderr,
-            )
-            self._stop.request(signal.SIGTERM)
+        if excess := _excess(self._config, step, rows):
+            self._stop.request(signal.SIGTERM, excess)
 
     def _write(self, rows: Sequence[Row]) -> None:
-        with writing(self._folder):
-            append_rows(self._folder / AUDIT, rows)
+        try:
+            with writing(self._folder):
+                append_rows(self._folder / AUDIT, rows)
+        except OSError as error:  # must neither end the thread nor stop the run
+            print(f"Warning: An audit is not recorded: {error} The audit command repeats it.", file=sys.stderr)
         warn_of_failures(rows)
+
+
+def check_inflation(config: Config) -> None:
+    """Checks that a run does not resume on a judge that inflates.
+
+    Args:
+      config: Configuration of the resuming command.
+
+    Raises:
+      ConfigError: If the last audited step of the run exceeds `audit.stop_inflation`.
+    """
+    rows = list(read_rows(Path(config.workdir) / AUDIT, AUDITED)) if config.audit.stop_inflation else []
+    of_steps = itertools.groupby(sorted(rows, key=lambda row: -row["step"]), lambda row: row["step"])
+    excesses = (_excess(config, step, list(of_step)) for step, of_step in of_steps)
+    if excess := next((excess for excess in excesses if excess is not None), ""):
+        raise ConfigError(excess)
+
+
+def _excess(config: Config, step: int, rows: Sequence[Row]) -> str | None:
+    """Describes the inflation of an audited step if it exceeds `audit.stop_inflation`.
+
+    Returns:
+      Sentences, or an empty string if the inflation is within the limit. None if the step has no inflation.
+    """
+    found, limit = summarize(rows, config.algo.set_size)["inflation"], config.audit.stop_inflation
+    if not (limit and found and (found["low"] or 0) > limit):
+        return None if found is None else ""
+    return (
+        f"The judge counts {interval_text(found)} times as many clusters as the auditor in step {step}, above "
+        f"audit.stop_inflation={limit:g}. Train with another judge in a new folder, or raise the limit to resume."
+    )

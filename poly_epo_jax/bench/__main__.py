@@ -61,8 +61,7 @@ def run(config: Config, output: Path, names: Sequence[str]) -> None:
             f"hosts.coordinator_address={config.hosts.coordinator_address} is not supported, because bench measures "
             "one process; omit it. For multi-process runs, see the run's timing.jsonl."
         )
-    mesh = make_mesh(**config.mesh)
-    model_config = model_shape(config)
+    mesh, model_config = make_mesh(**config.mesh), model_shape(config)
     memory_plan, rows_that_fit = plan_of(config, model_config)
     check_memory(config, memory_plan, rows_that_fit)
     configure_compiler(config)
@@ -138,8 +137,9 @@ def _show(console: Console, setting: dict[str, Any], rows: Sequence[dict[str, An
         f"{setting['microbatch_tokens']:,} ({setting['pad_share']:.1%} padding)"
     )
     sizes = {"GB": "device_bytes", "plan": "planned_bytes", "peak": "peak_bytes"}
-    figures = ("seconds", "share", "roofline s", "tokens/s", "matmul", "MFU", *sizes, "compile s")
-    table = console_table(("stage", "bottleneck"), figures)
+    table = console_table(
+        ("stage", "bottleneck"), ("seconds", "share", "roofline s", "tokens/s", "matmul", "MFU", *sizes, "compile s")
+    )
     for row in rows:
         table.add_row(
             row["name"],

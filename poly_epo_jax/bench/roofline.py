@@ -30,8 +30,7 @@ def measure_roofline(dtype: str) -> Roofline:
     size, num_bytes = (2048, 2**28) if jax.devices()[0].platform == "cpu" else (8192, 2**32)
     # The values are random, because some devices multiply zeros faster.
     matrices = [jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1)]
-    multiply = jax.jit(jnp.matmul)
-    values = jnp.ones(num_bytes // 4, jnp.float32)
+    multiply, values = jax.jit(jnp.matmul), jnp.ones(num_bytes // 4, jnp.float32)
     # The array is scaled in place, because the time of memory allocation should not be measured.
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     _, multiplied = first_and_median_seconds(lambda: multiply(*matrices))

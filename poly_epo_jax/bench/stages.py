@@ -128,8 +128,7 @@ def _generate(config: Config, model_config: ModelConfig, mesh: Mesh, state: Trai
     lengths = workload.response_lengths[: 2 * num_slots]
     with jax.set_mesh(mesh):
         weights = jax.jit(functools.partial(decoding_weights, model_config))(state.params)
-    rng = np.random.default_rng(0)
-    num_prompts = -(-len(lengths) // train.num_generations)
+    rng, num_prompts = np.random.default_rng(0), -(-len(lengths) // train.num_generations)
     prompts = [rng.integers(0, model_config.vocab_size, train.max_prompt_tokens) for _ in range(num_prompts)]
     jobs = [Job(i // train.num_generations, i, length) for i, length in enumerate(lengths.tolist())]
     # The jobs specify the length of each response, so no stop token is required.

@@ -36,8 +36,11 @@ class Workload:
         The old log-probabilities of the first minibatch are not computed; see `PolicyUpdate.with_old_logprobs`.
         """
         microbatches = list(map(len, self.minibatches))
-        logprobs = sum(microbatches[1:]) + self.has_reference * sum(microbatches)
-        return {"logprobs": logprobs, "gradient": sum(microbatches), "optimizer": len(microbatches)}
+        return {
+            "logprobs": sum(microbatches[1:]) + self.has_reference * sum(microbatches),
+            "gradient": sum(microbatches),
+            "optimizer": len(microbatches),
+        }
 
     @property
     def pad_share(self) -> float:
@@ -74,7 +77,10 @@ def make_workload(config: Config, vocab_size: int, mesh_shape: Mapping[str, int]
         )
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    size = train.prompts_per_minibatch * train.num_generations
-    pack = make_pack(config, mesh_shape)
-    minibatches = [pack(sequences[start : start + size]) for start in range(0, count, size)]
-    return Workload(prompts, responses, minibatches, has_reference=bool(config.algo.kl_coef))
+    size, pack = train.prompts_per_minibatch * train.num_generations, make_pack(config, mesh_shape)
+    return Workload(
+        prompts,
+        responses,
+        [pack(sequences[start : start + size]) for start in range(0, count, size)],
+        has_reference=bool(config.algo.kl_coef),
+    )

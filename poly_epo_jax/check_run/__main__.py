@@ -47,8 +47,7 @@ def check_run(run: Path, recipe: str = "") -> bool:
             f"{run / run_folder.CONFIG} has task.name={name!r}, which is not the name of a recipe of the project; set "
             "--config to the recipe of the run."
         )
-    loaded = load_config(recipe or str(own[name]))
-    expected = json.loads(json.dumps(read_config(loaded, training=False).to_dict()))
+    expected = json.loads(json.dumps(read_config(load_config(recipe or str(own[name])), training=False).to_dict()))
     changed = differing_keys(config, expected)
     differs = f"differs in {len(changed)} of {len(flat(expected))} keys from" if changed else "as in"
     print(f"configuration: {differs} the recipe {name}")

@@ -77,8 +77,13 @@ class Comparison:
     def cells(self) -> list[str]:
         """Returns step, title, value, band and verdict as texts."""
         value = "not logged" if self.value is None else f"{self.value:.4f}"
-        verdict = "inside" if self.is_inside else "OUTSIDE"
-        return [str(self.step), describe(self.metric).title, value, f"{self.low:.4f} to {self.high:.4f}", verdict]
+        return [
+            str(self.step),
+            describe(self.metric).title,
+            value,
+            f"{self.low:.4f} to {self.high:.4f}",
+            "inside" if self.is_inside else "OUTSIDE",
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

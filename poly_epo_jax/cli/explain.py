@@ -43,9 +43,8 @@ def group_advantages(
         raise ValueError(
             f"{len(rewards)} rewards do not match {len(strategies)} strategies; specify one of each per response."
         )
-    for reward in rewards:
-        if not 0 <= reward <= 1:
-            raise ValueError(f"The reward {reward:g} is outside [0, 1]; specify rewards between 0 and 1.")
+    if outside := [reward for reward in rewards if not 0 <= reward <= 1]:
+        raise ValueError(f"The reward {outside[0]:g} is outside [0, 1]; specify rewards between 0 and 1.")
     _, ids = np.unique(np.array(strategies), return_inverse=True)
     group = np.array([rewards], np.float32)
     clusters = np.array([ids + (ids >= set_rl.DEGENERATE_CLUSTER)])  # no strategy has the id of degenerate responses

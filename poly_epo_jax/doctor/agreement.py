@@ -46,8 +46,11 @@ def check_decoding(run: RunContext) -> CheckResult:
     finally:
         sampler.close()
     try:
-        scorer = ReferenceScorer(model_config, params, mesh, config.sampling.temperature, 2 * MAX_TOKENS)
-        message, figures = compare(scorer, sequences, model_config.dtype)
+        message, figures = compare(
+            ReferenceScorer(model_config, params, mesh, config.sampling.temperature, 2 * MAX_TOKENS),
+            sequences,
+            model_config.dtype,
+        )
     except Failed as error:
         raise Failed(
             f"{name}: {error}; check whether the kernel passed, and report the problem with the name of the device"
@@ -138,8 +141,7 @@ def compare(scorer: ReferenceScorer, sequences: Sequence[TrainingSequence], samp
     Raises:
       Failed: If the mean difference is larger than the tolerance.
     """
-    batches = scorer.pack(sequences)
-    trainer_dtype = scorer.model_config.dtype
+    batches, trainer_dtype = scorer.pack(sequences), scorer.model_config.dtype
     trainer = scorer.logprobs(batches, trainer_dtype)
     with exact_matmuls():
         exact = scorer.logprobs(batches, "float32")
@@ -147,8 +149,7 @@ def compare(scorer: ReferenceScorer, sequences: Sequence[TrainingSequence], samp
         float(np.abs(rough - exact).mean())
         for rough in (trainer, *([scorer.logprobs(batches, sampler_dtype)] if sampler_dtype != trainer_dtype else []))
     )
-    sampler = _trained([batch.sampler_logprobs for batch in batches], batches)
-    difference = np.abs(trainer - sampler)
+    difference = np.abs(trainer - _trained([batch.sampler_logprobs for batch in batches], batches))
     mean, tolerance = float(difference.mean()), tolerance_of(rounding, float(np.abs(exact).max()))
     if not mean <= tolerance:
         raise Failed(

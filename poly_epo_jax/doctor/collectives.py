@@ -65,8 +65,7 @@ def check_collectives(run: RunContext) -> CheckResult:
 def _gradient(model_config: ModelConfig, mesh: Mesh, batch: PackedBatch, trainable: str) -> tuple[Params, float]:
     """Returns (gradient on the mesh, loss)."""
     update = PolicyUpdate(abstract_model(model_config), mesh, trainable=trainable)
-    state = update.init(random_params(model_config, mesh))
-    gradients, (metrics,) = update.gradient(state, [batch])
+    gradients, (metrics,) = update.gradient(update.init(random_params(model_config, mesh)), [batch])
     return gradients, float(metrics["loss"])
 
 

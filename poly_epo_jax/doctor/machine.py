@@ -90,8 +90,7 @@ def check_checkpoint(run: RunContext) -> CheckResult:
     mesh, config = run.mesh, run.config
     model_config = small_config(run.model_config, mesh)
     update = make_update(config, abstract_model(model_config), mesh)
-    state = update.init(random_params(model_config, mesh))
-    workdir = Path(config.workdir).absolute()
+    state, workdir = update.init(random_params(model_config, mesh)), Path(config.workdir).absolute()
     disk = next(path for path in (workdir, *workdir.parents) if path.is_dir())
     with contextlib.ExitStack() as held:
         # The folder is also removed if SIGTERM ends this process, because the doctor then exits normally.
@@ -104,8 +103,10 @@ def check_checkpoint(run: RunContext) -> CheckResult:
             f"a checkpoint in {disk} was read back with changed bits; test the disk before using it for training"
         )
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
-    figures = {"bytes": num_bytes, "seconds": seconds}
-    return f"{num_bytes / 1e6:.2g} MB written to {disk} and read back unchanged in {seconds:.1f} s", figures
+    return f"{num_bytes / 1e6:.2g} MB written to {disk} and read back unchanged in {seconds:.1f} s", {
+        "bytes": num_bytes,
+        "seconds": seconds,
+    }
 
 
 def _round_trip(folder: Path, update: PolicyUpdate, state: TrainState) -> tuple[TrainState, dict[str, Any]]:

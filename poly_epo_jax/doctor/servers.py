@@ -176,8 +176,14 @@ async def _generate(run: RunContext, policy: Policy, url: str) -> list[Group]:
     server = open_server(url, policy.model, policy.stop_ids, config)
     rollouts = Rollouts(server, policy.tokenizer, run.task, limit, config.model.stop_strings, vocab_size)
     try:
-        sampling = Sampling(max_tokens, config.sampling.temperature, seed=config.seed)
-        return [group async for group in rollouts.generate(problems[:NUM_PROMPTS], NUM_GENERATIONS, sampling)]
+        return [
+            group
+            async for group in rollouts.generate(
+                problems[:NUM_PROMPTS],
+                NUM_GENERATIONS,
+                Sampling(max_tokens, config.sampling.temperature, seed=config.seed),
+            )
+        ]
     finally:
         server.close()
 

@@ -44,8 +44,7 @@ def random_params(model_config: ModelConfig, mesh: Mesh) -> Params:
       mesh: Mesh over which the weights are sharded.
     """
     shardings = param_shardings(abstract_model(model_config), mesh)
-    params = jax.jit(lambda: init_params(model_config))()
-    return jax.device_put(jax.device_get(params), shardings)
+    return jax.device_put(jax.device_get(jax.jit(lambda: init_params(model_config))()), shardings)
 
 
 def random_sequences(count: int, model_config: ModelConfig) -> list[TrainingSequence]:

@@ -211,7 +211,7 @@ def _open_rollouts(model: Model, benchmark: Benchmark, config: Config, mesh: Mes
     check_stop_ids(policy)
     longest = max(map(len, encode_prompts(policy.tokenizer, benchmark.problems, policy.config.vocab_size)))
     if model.url:
-        sampler = open_server(model.url, policy.model, policy.stop_ids, config, model.version)
+        sampler = open_server(model.url, policy.model, policy.stop_ids, config, model.weights)
     else:
         sampler = EmbeddedSampler(policy.model, mesh, policy.stop_ids, longest, config.rollouts.max_concurrent)
     warn_about_turns(policy.tokenizer, policy.stop_ids, benchmark.task, benchmark.problems)

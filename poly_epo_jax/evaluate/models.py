@@ -29,7 +29,6 @@ class Model:
       digests: Digests that identify the content of the model, for about.json. "model_files" is the digest of its folder
         (for a server, of its tokenizer's folder), and "weights" the digest of the checkpoint of a run.
       url: URL of the server. Empty if `params` is given.
-      version: Name of the weights that the server reports.
       params: Weights for the embedded sampler. None if the model is served at `url`.
     """
 
@@ -37,7 +36,6 @@ class Model:
     weights: str
     digests: dict[str, str]
     url: str = ""
-    version: str = ""
     params: Params | None = None
 
 
@@ -71,8 +69,7 @@ def open_model(name: str, config: Config, mesh: Mesh) -> tuple[str, Model]:
         if config.model.path != served.tokenizer_path:
             print(f"Warning: {named}, but model.path={config.model.path} is used; check them.", file=sys.stderr)
         policy = open_policy(find_model(config.model.path), config.model)
-        name, digests = f"{served.path} {served.weight_version}".strip(), {"model_files": model_digest(policy.path)}
-        return label, Model(policy, name, digests, url, served.weight_version)
+        return label, Model(policy, served.weights, {"model_files": model_digest(policy.path)}, url)
     if not (Path(source) / CHECKPOINTS).is_dir():
         policy = open_policy(find_model(source), config.model)
         digests = {"model_files": model_digest(policy.path)}

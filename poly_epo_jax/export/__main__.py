@@ -45,8 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         options = parser.parse_args(arguments)
-        dtype = options.dtype or ("float32" if options.adapter else "bfloat16")
-        export(options.run, options.folder, options.step, dtype, adapter=options.adapter, base=options.base)
+        export(
+            options.run,
+            options.folder,
+            options.step,
+            options.dtype or ("float32" if options.adapter else "bfloat16"),
+            adapter=options.adapter,
+            base=options.base,
+        )
         print(f"{'adapter' if options.adapter else 'policy'}: {options.folder}")
         print(f"Upload it to the Hugging Face Hub with: hf upload USER/NAME {shlex.quote(str(options.folder))}")
 
@@ -95,8 +101,15 @@ def export(
     control = {} if adapter else control_tokens(policy.tokenizer, strings)
     card = model_card(run, found, [string for string in strings if string not in control])
     if adapter:
-        names = language_tensor_names(open_tensors(base_folder(run, base)))
-        save_adapter(folder, params, policy.config, base_name(run, base), dtype, card, names)
+        save_adapter(
+            folder,
+            params,
+            policy.config,
+            base_name(run, base),
+            dtype,
+            card,
+            language_tensor_names(open_tensors(base_folder(run, base))),
+        )
         return
     pad_token_id = policy.tokenizer.pad_token_id
     assert isinstance(pad_token_id, int | None)

@@ -80,12 +80,10 @@ def command(config: Mapping[str, Any]) -> str:
 
     The command uses the default configuration, and sets all keys that differ from it.
     """
-    flags = ["--config=poly_epo_jax/config/default.py"]
-    for key in changed_keys(json.loads(json.dumps(Config().to_dict())), config):
-        if key not in FOLDERS:
-            value = functools.reduce(operator.getitem, key.split("."), config)
-            flags.append(shlex.quote(f"--config.{key}={_flag_value(key, value)}"))
-    return " \\\n    ".join(["python -m poly_epo_jax.main", *flags])
+    changed = changed_keys(json.loads(json.dumps(Config().to_dict())), config)
+    values = {key: functools.reduce(operator.getitem, key.split("."), config) for key in changed if key not in FOLDERS}
+    flags = [shlex.quote(f"--config.{key}={_flag_value(key, value)}") for key, value in values.items()]
+    return " \\\n    ".join(["python -m poly_epo_jax.main", "--config=poly_epo_jax/config/default.py", *flags])
 
 
 def _flag_value(key: str, value: Any) -> str:

@@ -37,6 +37,8 @@ REMEDIES = {
 """Remedies for parameters of a request that a server reports as not supported."""
 RATE_LIMITED = re.compile("rate_?limit|resource_?exhausted", re.IGNORECASE)
 """Names of the error in a response with status 200 that corresponds to status 429."""
+MIN_KEY_LENGTH = 8
+"""Keys with fewer characters are placeholders, and are not replaced in responses, which may contain them as words."""
 
 
 class ChatServer:
@@ -84,7 +86,7 @@ class ChatServer:
     async def send(
         self, client: httpx.AsyncClient, method: str, path: str, payload: dict[str, Any] | None = None
     ) -> bytes:
-        """Sends a request, and returns the body of a successful response.
+        """Sends a request, and returns the body of a successful response, in which the API key is replaced.
 
         If the server is unreachable or limits the rate of requests, the request is repeated for at most
         `judge.wait_seconds`. All requests share one wait for an unreachable server, because it accepts none of them.
@@ -110,12 +112,16 @@ class ChatServer:
                 failure, delay, now = ReplyError("unreachable", reason), 0.0, time.monotonic()
                 since = self._unreachable_since = self._unreachable_since or now
             except httpx.HTTPError as error:
-                kind = "malformed" if isinstance(error, InvalidResponseError) else "unavailable"
-                raise ReplyError(kind, describe_error(error)) from None
+                raise ReplyError(
+                    "malformed" if isinstance(error, InvalidResponseError) else "unavailable", describe_error(error)
+                ) from None
             else:
                 self._unreachable_since, failure = None, self._failure(response)
                 if failure is None:
-                    return response.content
+                    if len(self._key) < MIN_KEY_LENGTH:
+                        return response.content
+                    # The parser shortens texts for messages, which could leave a part of the key.
+                    return response.content.replace(self._key.encode(), b"[key]")
                 if failure.kind != "limited":
                     raise failure
                 delay, now = retry_after_seconds(response), time.monotonic()

@@ -15,7 +15,6 @@ from poly_epo_jax.system.text import printable
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Clustering
 
 THINK_BLOCKS = re.compile(r"\A(?:\s*<think>.*?</think>)+", re.DOTALL)
-CODE_FENCE = re.compile(r"(`{3,})(?:json)?\s*(.*?)\s*\1", re.DOTALL | re.IGNORECASE)
 
 MAX_TOKENS = 2**31
 """Numbers of tokens from this number on are not counted, because no request has that many."""
@@ -53,8 +52,7 @@ def read_clustering(
         `reply_schema`.
     """
     name, content = read_content(body, f"raise {section}.options.max_tokens")
-    fenced = CODE_FENCE.fullmatch(content)
-    verdicts = _parse(fenced[2] if fenced else content, name)
+    verdicts = _parse(_without_fence(content), name)
     names = [str(number) for number in range(1, num_responses + 1)]
     if not isinstance(verdicts, dict):
         raise ReplyError("malformed", f"the reply must be a JSON object, but is {_brief(verdicts)}")
@@ -164,6 +162,18 @@ def read_content(body: bytes, remedy: str) -> tuple[str, str]:
         raise ReplyError("malformed", "the reply is empty")
     name, text = texts[0][0], THINK_BLOCKS.sub("", texts[0][1]).strip()
     return "the reply" if name == "content" else f"the content of the reply is empty, and its {name}", text
+
+
+def _without_fence(text: str) -> str:
+    """Returns the content of a code fence, or the text if it is not a code fence.
+
+    A regular expression would take cubic time for long sequences of backticks or whitespace.
+    """
+    content = text.strip("`")
+    fence = text[: text.index(content)] if content else ""
+    if len(fence) < 3 or text != f"{fence}{content}{fence}":
+        return text
+    return (content[4:] if content[:4].lower() == "json" else content).strip()
 
 
 def _parse(text: str, name: str) -> Any:

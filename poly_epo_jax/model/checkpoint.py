@@ -33,7 +33,11 @@ from poly_epo_jax.system.text import first_line
 from poly_epo_jax.types import Params
 
 T = TypeVar("T")
-_TRANSIENT_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE)
+_TRANSIENT_ERRORS = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),  # network file systems
+)
 """Error codes of the operating system that do not indicate a corrupted checkpoint."""
 
 
@@ -183,6 +187,8 @@ class Checkpoints:
             try:
                 restored = hosts.run_on_all(partial(restore, step))
             except (CheckpointError, hosts.HostError) as error:
+                if isinstance(error, hosts.HostError) and "is corrupted" not in str(error):
+                    raise  # another process could not read the checkpoint
                 corrupted[step] = CheckpointError(error)
                 self._manager.reload()  # The saving process may have deleted this checkpoint and saved another one.
                 continue
@@ -217,8 +223,7 @@ class Checkpoints:
         Returns:
           The state and the data position.
         """
-        path = self._directory / str(step)
-        content = self._read(step, data=ocp.args.JsonRestore()).data
+        path, content = self._directory / str(step), self._read(step, data=ocp.args.JsonRestore()).data
         if not isinstance(content, dict) or content.pop("digest", None) != json_digest(content):
             raise CheckpointError(f"Checkpoint {path} is corrupted: its digest does not match its record.")
         if others := _other_arrays(tree, content["fingerprints"]):
@@ -243,10 +248,10 @@ class Checkpoints:
                 return self._manager.restore(step, args=ocp.args.Composite(**items))
             except Exception as error:  # Orbax and TensorStore raise many types
                 reason = _reason(error)
-                if _os_error_code(error) in _TRANSIENT_ERRORS:
+                if (cause := _transient_cause(error)) is not None:
                     raise OSError(
-                        f"Failed to read checkpoint {self._directory / str(step)}: {reason}. Fix the problem and rerun "
-                        "the command to resume."
+                        f"Failed to read checkpoint {self._directory / str(step)}: {_reason(cause)}. Fix the problem, "
+                        "or move this checkpoint if the problem remains, and rerun the command to resume."
                     ) from error
         # The original error is not chained, because its traceback would keep Orbax's coroutines alive.
         raise CheckpointError(f"Checkpoint {self._directory / str(step)} is corrupted: {reason}.")
@@ -332,13 +337,25 @@ def _drop_late_callbacks() -> None:
     sys.unraisablehook = hook
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Returns the error message of the operating system, or the first line of other errors, which may be long."""
     code = _os_error_code(error)
     return first_line(error)[:200] if code is None else os.strerror(code)
 
 
-def _os_error_code(error: Exception) -> int | None:
+def _os_error_code(error: BaseException) -> int | None:
     """Returns the error code of the operating system, or None for other errors."""
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
     found = re.search(r"os_error_code='(\d+)'", str(error))
     return int(found[1]) if found else error.errno if isinstance(error, OSError) else None
+
+
+def _transient_cause(error: BaseException | None) -> BaseException | None:
+    """Returns the cause of an error, such as a lack of host or device memory, that does not indicate corruption.
+
+    Orbax raises errors with other types and messages than their causes. Returns None if there is no such cause.
+    """
+    while error and _os_error_code(error) not in _TRANSIENT_ERRORS and "RESOURCE_EXHAUSTED" not in str(error):
+        error = error.__cause__ or error.__context__
+    return error

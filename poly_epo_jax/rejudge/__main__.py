@@ -77,10 +77,8 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
       ValueError, OSError: If an input or flag is invalid, or a server fails. Completed clusterings are kept on disk.
     """
     _check_flags(flags)
-    configs = judge_configs(config, flags.judge)
-    groups = read_inputs(flags.inputs, flags.max_problems)
-    reference = read_reference(flags.reference, configs, groups)
-    advantages = advantages_of(config, groups)
+    configs, groups = judge_configs(config, flags.judge), read_inputs(flags.inputs, flags.max_problems)
+    reference, advantages = read_reference(flags.reference, configs, groups), advantages_of(config, groups)
     task: Task = RecordedTask([group.problem for group in groups])
     if any(JUDGES[one.judge.name].task is not Task for one in configs.values()):
         task = make_task(config.task)
@@ -90,8 +88,7 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
     for one in configs.values():
         check_judge_limit(one.judge, "The number of responses", longest)
     about = {label: describe(configs[label], judge, groups) for label, judge in opened.items()}
-    wanted = variants(flags.num_seeds, flags.num_orders)
-    rows, judges = {}, {}
+    wanted, rows, judges = variants(flags.num_seeds, flags.num_orders), {}, {}
     with claim_folder(flags.output, "comparison"):
         for label, judge in opened.items():
             folder = flags.output / label
@@ -103,8 +100,11 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
         judged = {label: clusters_in(of_judge) for label, of_judge in rows.items()}
         if recorded := {group.name: np.array(group.clusters) for group in groups if group.clusters is not None}:
             judged[RECORDED] = recorded
-        method = make_estimator(config.algo).title if advantages else None
-        results = {"num_problems": len(groups), "method": method, "judges": judges}
+        results = {
+            "num_problems": len(groups),
+            "method": make_estimator(config.algo).title if advantages else None,
+            "judges": judges,
+        }
         results |= compare(judged, reference, advantages)
         write_json(flags.output / RESULTS, results)
         timings = {label: timing_summary(flags.output / label) for label in configs}

@@ -51,8 +51,7 @@ def read_inputs(inputs: Sequence[str], max_problems: int = 0) -> list[RecordedGr
         for source in inputs
         for group in _read_input(source)
     ]
-    names = Counter(group.name for group in groups)
-    if repeated := [name for name, count in names.items() if count > 1]:
+    if repeated := [name for name, count in Counter(group.name for group in groups).items() if count > 1]:
         raise ValueError(f"{', '.join(inputs)} contain {repeated[0]!r} twice; give each problem its own id.")
     for group in groups:
         if len(group.responses) < 2:
@@ -119,7 +118,11 @@ def _read_group(row: Mapping[str, Any], place: str, number: int) -> RecordedGrou
         raise ValueError(f"{place} must have a text in responses, and a number in rewards, for each response.")
     if not all(type(reward) in (int, float) and 0 <= reward <= 1 for reward in rewards):
         raise ValueError(f"{place} has rewards that are not numbers from 0 to 1; correct them.")
-    name = str(row.get("id", f"row {number}"))
-    numbers = tuple(map(float, rewards))
-    problem = Problem(name, prompt, str(row.get("answer", "")))
-    return RecordedGroup(name, problem, tuple(responses), numbers, tuple(reward == 1 for reward in numbers))
+    name, numbers = str(row.get("id", f"row {number}")), tuple(map(float, rewards))
+    return RecordedGroup(
+        name,
+        Problem(name, prompt, str(row.get("answer", ""))),
+        tuple(responses),
+        numbers,
+        tuple(reward == 1 for reward in numbers),
+    )

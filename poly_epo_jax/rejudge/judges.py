@@ -143,8 +143,9 @@ def request_clusterings(
 
     async def work(show: Callable[[int], None]) -> None:
         num_turns = max(len(turns) // 2 + 1 for group in groups for turns in group.turns or ((),))
-        load = JudgeLoad(max(len(group.responses) for group in groups), *tokens, num_turns=num_turns)
-        await warn_capacity(judge, load)
+        await warn_capacity(
+            judge, JudgeLoad(max(len(group.responses) for group in groups), *tokens, num_turns=num_turns)
+        )
         await judge_groups(folder, judge, groups, wanted, max_concurrent, show)
 
     with progress_bar(f"{folder.name}: requests", len(groups) * len(wanted)) as show:

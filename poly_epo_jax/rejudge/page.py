@@ -59,8 +59,16 @@ def write_page(
         "Equal values have no interval. Below, the problems on which the judges agree least are the first.</p>",
         asset("browser.html"),
     ]
-    data = {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER}
-    replace_file(path, [document(f"Judges: {', '.join(results['judges'])}", "\n".join(body), data)])
+    replace_file(
+        path,
+        [
+            document(
+                f"Judges: {', '.join(results['judges'])}",
+                "\n".join(body),
+                {"collections": collections, "bounds": vars(bounds), "degenerate": DEGENERATE_CLUSTER},
+            )
+        ],
+    )
 
 
 def _judges_section(judges: Mapping[str, Any], timings: Mapping[str, Mapping[str, float]]) -> str:
@@ -112,17 +120,17 @@ def _generations(groups: Sequence[RecordedGroup], clusters: Clusters, rows: Mapp
         nothing = [None] * len(group.responses)
         ids = clusters[group.name].tolist() if group.name in clusters else nothing
         rationales = rows.get(group.name, {}).get("rationales") or nothing
-        for number, response in enumerate(group.responses):
-            found.append(
-                {
-                    "problem": group.name,
-                    "prompt": group.problem.prompt,
-                    "generation": number,
-                    "response": response,
-                    "reward": group.rewards[number],
-                    "correct": group.correct[number],
-                    "cluster": ids[number],
-                    "rationale": rationales[number],
-                }
-            )
+        found += [
+            {
+                "problem": group.name,
+                "prompt": group.problem.prompt,
+                "generation": number,
+                "response": response,
+                "reward": group.rewards[number],
+                "correct": group.correct[number],
+                "cluster": ids[number],
+                "rationale": rationales[number],
+            }
+            for number, response in enumerate(group.responses)
+        ]
     return found

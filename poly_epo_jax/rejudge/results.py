@@ -19,8 +19,7 @@ from poly_epo_jax.step.advantages import ZERO, make_advantages, make_estimator
 from poly_epo_jax.system.json_files import Row
 from poly_epo_jax.types import DEGENERATE_CLUSTER, Problem
 
-RESULTS = "results.json"
-RECORDED, REFERENCE = "recorded", "reference"
+RESULTS, RECORDED, REFERENCE = "results.json", "recorded", "reference"
 """Labels of the clusters in the input, and of the clusters in the sheet of --reference."""
 
 Clusters = Mapping[str, np.ndarray]
@@ -57,8 +56,9 @@ def advantages_of(config: Config, groups: Sequence[RecordedGroup]) -> Callable[[
     rewards_of = {group.name: np.array([group.rewards], np.float32) for group in groups}
 
     def advantages(name: str, ids: np.ndarray) -> np.ndarray:
-        features = {"rewards": rewards_of[name], "clusters": ids[None].astype(np.int32)}
-        return compiled(0, [Problem(name, "", "")], features)[0]
+        return compiled(
+            0, [Problem(name, "", "")], {"rewards": rewards_of[name], "clusters": ids[None].astype(np.int32)}
+        )[0]
 
     return advantages
 

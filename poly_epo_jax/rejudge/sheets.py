@@ -39,10 +39,19 @@ def write_sheet(path: Path, groups: Sequence[RecordedGroup], rows: Mapping[str, 
     writer.writerow(COLUMNS)
     for group in groups:
         row, nothing = rows[group.name], [""] * len(group.responses)
-        columns = row["clusters"] or nothing, row["rationales"] or nothing, group.responses
-        for number, (cluster, rationale, text) in enumerate(zip(*columns, strict=True), start=1):
-            prompt = group.problem.prompt if number == 1 else ""
-            writer.writerow([_cell(group.name), number, cluster, _cell(rationale), _cell(text), _cell(prompt)])
+        for number, (cluster, rationale, text) in enumerate(
+            zip(row["clusters"] or nothing, row["rationales"] or nothing, group.responses, strict=True), start=1
+        ):
+            writer.writerow(
+                [
+                    _cell(group.name),
+                    number,
+                    cluster,
+                    _cell(rationale),
+                    _cell(text),
+                    _cell(group.problem.prompt if number == 1 else ""),
+                ]
+            )
     replace_file(path, [sheet.getvalue().encode("utf-8-sig")])  # spreadsheets recognize UTF-8 by its signature
 
 
@@ -73,11 +82,11 @@ def read_sheet(path: Path, groups: Sequence[RecordedGroup]) -> dict[str, np.ndar
             labels[key] = label
     found = {}
     for group in groups:
-        numbers = range(1, len(group.responses) + 1)
-        of_group = [labels.get((_cell(group.name), str(number)), "") for number in numbers]
+        of_group = [labels.get((_cell(group.name), str(number)), "") for number in range(1, len(group.responses) + 1)]
         if all(of_group):
-            keys = [None if label == str(DEGENERATE_CLUSTER) else label for label in of_group]
-            found[group.name] = clusters_of(keys).ids
+            found[group.name] = clusters_of(
+                [None if label == str(DEGENERATE_CLUSTER) else label for label in of_group]
+            ).ids
     if not found:
         raise ValueError(
             f"{path} has no problem of the input with a cluster for each of its responses; use a sheet of this input."

@@ -124,7 +124,7 @@ async def model_info(url: str, config: Config) -> ModelInfo:
 
 
 def open_server(
-    url: str, model: Transformer, stop_ids: Sequence[int], config: Config, weight_version: str | None = None
+    url: str, model: Transformer, stop_ids: Sequence[int], config: Config, weights: str | None = None
 ) -> Sampler:
     """Returns a sampler that generates with the current weights of a server.
 
@@ -134,7 +134,8 @@ def open_server(
       stop_ids: Token ids that end a generation.
       config: Configuration. Only section `sampling`, and `name`, `max_concurrent` and the timeouts of section
         `rollouts`, are used. The kind of server is SGLang, unless `rollouts.name` is the name of another kind.
-      weight_version: Weight version that the server must report. If None, any version is accepted.
+      weights: Path and version of the weights that the server must report, `ModelInfo.weights`. If None, any weights
+        are accepted.
 
     Raises:
       ConfigError: If servers of this kind are known to compute another network than that of the policy.
@@ -142,9 +143,7 @@ def open_server(
     dialect = SAMPLERS[config.rollouts.name].dialect(config, model.config.vocab_size)
     if dialect is SGLANG:
         check_network(model.config, config.sampling.max_tokens)
-    return _client(
-        [url], AdoptedWeights(dialect, config.rollouts.wait_seconds, weight_version), model, stop_ids, config
-    )
+    return _client([url], AdoptedWeights(dialect, config.rollouts.wait_seconds, weights), model, stop_ids, config)
 
 
 @dataclasses.dataclass(frozen=True)

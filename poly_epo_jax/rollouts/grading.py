@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,14 +75,18 @@ async def grade_groups(
 
     Raises:
       ValueError: If the task or the judge returns an invalid value.
+      Exception: If `then` raises. Like all other errors, it ends the generation of the remaining groups.
       EpisodeError: If `MAX_ABANDONED` calls of a reward have not returned, because threads cannot be stopped.
     """
-    clock = clock or StageClock()
-    running = []
+    clock, running = clock or StageClock(), []
     try:
         with clock.stage("generate"):
             async for group in groups:
                 running.append(asyncio.create_task(_grade(group, task, judge, clock, then, timeout_seconds, min_group)))
+                if any(grading.done() and grading.exception() for grading in running):
+                    break
+            if isinstance(groups, AsyncGenerator):
+                await groups.aclose()  # after an error, the remaining groups are not needed
         graded = await asyncio.gather(*running)
     finally:
         for grading in running:

@@ -3,6 +3,7 @@
 Readers ignore a last line without a line break, because a crash may have interrupted its write.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -39,9 +40,20 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
       path: The file. It is created if it does not exist.
       rows: The rows. Floats are written with full precision. Values that are not finite are written as null, because
         JSON does not support them.
+
+    Raises:
+      OSError: If the rows cannot be written, as on a full disk. The file then has its previous content.
     """
-    with path.open("ab") as file:
-        file.writelines(map(_to_line, rows))
+    left = memoryview(b"".join(map(_to_line, rows)))
+    with path.open("ab", buffering=0) as file:  # closing a file with a buffer would write the failed rows again
+        size = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except BaseException:
+            with contextlib.suppress(OSError):  # the error of the write is raised
+                file.truncate(size)  # otherwise, the next rows would continue an incomplete line
+            raise
 
 
 def keep_rows(path: Path, columns: Columns, keep: Callable[[Row], bool]) -> None:
@@ -69,8 +81,7 @@ def sort_rows(path: Path, columns: Columns, key: Callable[[Row], Any]) -> None:
     Raises:
       ValueError: If a complete line is not a JSON object with these columns. The file is then unchanged.
     """
-    keyed = [(key(row), line) for line, row in _lines_and_rows(path, columns)]
-    replace_file(path, (line for _, line in sorted(keyed)))
+    replace_file(path, (line for _, line in sorted([(key(row), line) for line, row in _lines_and_rows(path, columns)])))
 
 
 def write_json(path: Path, content: Any) -> None:

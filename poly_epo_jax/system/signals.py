@@ -23,11 +23,16 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctr
 
 
 class Stopped(Exception):
-    """Raised when this process, or another process of the run, received a shutdown request."""
+    """Raised when this process, or another process of the run, received a shutdown request.
 
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
+    Args:
+      number: Number of the signal.
+      reason: Sentences that describe why the run itself has requested the shutdown. Empty after a signal.
+    """
+
+    def __init__(self, number: int, reason: str = ""):
+        super().__init__(number, reason)
+        self.number, self.reason = number, reason
 
     def __str__(self) -> str:
         return NAMES.get(signal.Signals(self.number), str(self.number))
@@ -41,14 +46,19 @@ class StopSignal:
     """
 
     def __init__(self):
-        self._number: int | None = None
+        self._request: tuple[int, str] | None = None
         self._requested = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def request(self, number: int) -> None:
-        """Requests a shutdown as if signal `number` had been received. May be called from any thread."""
-        if self._number is None:
-            self._number = number
+    def request(self, number: int, reason: str = "") -> None:
+        """Requests a shutdown as if signal `number` had been received. May be called from any thread.
+
+        Args:
+          number: Number of the signal.
+          reason: Reason of a request that rerunning the command would repeat, see `Stopped`.
+        """
+        if self._request is None:
+            self._request = number, reason
         loop = self._loop
         if loop is not None:
             # The loop may have been closed already.
@@ -63,7 +73,7 @@ class StopSignal:
         in another thread is stopped with `request`.
         """
         self._loop = asyncio.get_running_loop()
-        if self._number is not None:  # requested before the loop started
+        if self._request is not None:  # requested before the loop started
             self._requested.set()
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -96,8 +106,8 @@ class StopSignal:
 
     async def check(self) -> None:
         """Raises Stopped if a shutdown was requested."""
-        if self._number is not None:
-            raise Stopped(self._number)
+        if self._request is not None:
+            raise Stopped(*self._request)
 
     async def run_interruptible(self, work: Awaitable[T]) -> T:
         """Awaits `work` and returns its result. `work` must be safe to cancel at any time.

@@ -13,15 +13,15 @@ _tracebacks: dict[tuple[str, str], str] = {}  # files by type and line of the ex
 
 
 class UserCodeError(ValueError):
-    """Raised when a component of a user raises an exception. The message ends with the file of the traceback.
+    """Raised when a component of a user raises an exception. The message names the file of the traceback, if it exists.
 
     Args:
       reason: One sentence with the component, the problem, the line and the exception.
-      traceback_file: File that contains the traceback.
+      traceback_file: File that contains the traceback, or an empty string.
     """
 
     def __init__(self, reason: str, traceback_file: str):
-        super().__init__(f"{reason} A traceback is in {traceback_file}.")
+        super().__init__(reason + (traceback_file and f" A traceback is in {traceback_file}."))
         self.reason = reason
 
 
@@ -52,12 +52,15 @@ def user_code(component: object, method: str, problem: str | None = None) -> Ite
 def traceback_file(error: BaseException) -> str:
     """Writes the traceback of an exception to a file, unless there is one of the same type and line. Returns the file.
 
-    A reward may raise the same exception for each response.
+    A reward may raise the same exception for each response. Returns an empty string if the file cannot be written.
     """
     found = type(error).__name__, user_line(error)
     if found not in _tracebacks:
-        with tempfile.NamedTemporaryFile(prefix="traceback-", suffix=".txt", delete=False) as file:
-            file.write("".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
+        try:
+            with tempfile.NamedTemporaryFile(prefix="traceback-", suffix=".txt", delete=False) as file:
+                file.write("".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
+        except OSError:  # The failure of the component must not end the run because the disk is full.
+            return ""
         _tracebacks[found] = file.name
     return _tracebacks[found]
 

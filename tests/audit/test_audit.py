@@ -1,8 +1,11 @@
 """Tests of audits of judges with known faults, their resumption, and runs whose auditor sleeps or is dead."""
 
 import asyncio
+import errno
 import json
 import os
+import pickle
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,13 +17,15 @@ import pytest
 from fakes import PATIENCE, ByLetter, LetterJudge
 from tiny_training import tiny_config, tiny_update, train_tiny
 
+from poly_epo_jax.audit import background
 from poly_epo_jax.audit.__main__ import main
 from poly_epo_jax.audit.auditor import Auditor, missing_audits
-from poly_epo_jax.audit.background import BackgroundAudit
+from poly_epo_jax.audit.background import BackgroundAudit, check_inflation
 from poly_epo_jax.config.keys import Config, ConfigError
 from poly_epo_jax.judges import JUDGES, JudgeEntry
 from poly_epo_jax.metrics.judge_audit import summarize
 from poly_epo_jax.records.run_folder import AUDIT, AUDITED, CONFIG, GENERATIONS, METRICS
+from poly_epo_jax.rollouts.grading import JudgeError
 from poly_epo_jax.rollouts.joined_judge import JoinedJudge
 from poly_epo_jax.startup.command_line import read_arguments
 from poly_epo_jax.startup.read_config import training_judge
@@ -28,6 +33,7 @@ from poly_epo_jax.system import http_client
 from poly_epo_jax.system.json_files import append_rows, read_rows
 from poly_epo_jax.system.signals import Stopped, StopSignal
 from poly_epo_jax.tasks import TASKS
+from poly_epo_jax.train import _exit
 from poly_epo_jax.types import Clustering, Group, JudgeFailure
 
 TASK: Any = TASKS["polynomial_prose"](num_train=8, num_held_out=1)
@@ -367,6 +373,24 @@ def test_a_resumed_run_repeats_the_audits_that_are_missing(tmp_path: Path):
     assert sorted(row["step"] for row in rows) == [2, 2, 2, 4, 4, 4] and not any(row["failures"] for row in rows)
 
 
+def test_a_failed_write_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run, writes = write_run(tmp_path / "run", steps=(2, 4)), iter([OSError(errno.ENOSPC, "the disk is full"), None])
+
+    def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+        if error := next(writes):
+            raise error
+        append_rows(path, rows)
+
+    monkeypatch.setattr(background, "append_rows", append)
+    BackgroundAudit(config_of("Perfect", workdir=str(run)), TASK, StopSignal()).close(PATIENCE)
+    assert {row["step"] for row in read_rows(run / AUDIT, AUDITED)} == {4}
+    printed = capsys.readouterr().err
+    assert printed.startswith("Warning: An audit is not recorded: ") and "the disk is full" in printed
+    assert printed.count("\n") == 1
+
+
 class Single(Perfect):
     """Assigns all responses to one cluster."""
 
@@ -374,15 +398,41 @@ class Single(Perfect):
         return Clustering(np.zeros(len(group.generations), np.int32))
 
 
-def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_inflation_above_the_limit_stops_the_run(tmp_path: Path):
     JUDGES["Single"] = JudgeEntry(Single, "a test")
     try:
         train_audited(tmp_path / "low", "Single", **dict[str, Any]({"audit.stop_inflation": 5.0}))
-        with pytest.raises(Stopped):
+        with pytest.raises(Stopped) as stopped:
             train_audited(tmp_path / "high", "Single", **dict[str, Any]({"audit.stop_inflation": 1.01}))
     finally:
         del JUDGES["Single"]
-    assert "in step 2, above audit.stop_inflation=1.01" in capsys.readouterr().err
+    with pytest.raises(JudgeError, match=r"in step 2, above audit\.stop_inflation=1\.01\. .* Saved after step 3\.$"):
+        _exit(pickle.loads(pickle.dumps(stopped.value)), 3)  # processes exchange the exception
+    with pytest.raises(SystemExit, match="143"):
+        _exit(Stopped(signal.SIGTERM), 3)
+
+
+def test_a_run_is_not_resumed_while_its_last_audit_exceeds_the_limit(tmp_path: Path):
+    """The audits of later steps are not finished."""
+    rows = [
+        {"step": step, "group": f"{step}, {number}", "clusters": [0, 1], "auditor": auditor}
+        | {"rewards": [1.0, 1.0], "probes": {}, "failures": {}}
+        for step, auditor in ((2, [0, 1]), (4, [0, 0]), (6, None))
+        for number in range(3)
+    ]
+    append_rows(tmp_path / AUDIT, rows)
+
+    def check(limit: float) -> None:
+        check_inflation(config_of("Perfect", workdir=str(tmp_path), **dict[str, Any]({"audit.stop_inflation": limit})))
+
+    check(0.0)
+    check(2.5)
+    with pytest.raises(
+        ConfigError, match=r"2\.000 .* in step 4, above audit\.stop_inflation=1\.5\. .* raise the limit"
+    ):
+        check(1.5)
+    append_rows(tmp_path / AUDIT, [row | {"step": 8} for row in rows if row["step"] == 2])
+    check(1.5)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,16 @@ def test_malformed_replies_are_rejected(kind, number):
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize(
+    "content",
+    [f"{FENCE}json{' ' * 100_000}x", f"{FENCE}json\n{{}}{' ' * 100_000}x", "`" * 100_000, "`" * 100_000 + "x"],
+)
+def test_long_whitespace_and_backticks_are_rejected_in_linear_time(content):
+    """A parser that takes quadratic or cubic time would not return."""
+    with pytest.raises(ReplyError, match="code fence is not closed"):
+        read_clustering(completion(content), 2)
+
+
 def test_there_are_five_replies_of_each_kind():
     assert [len(contents) for contents in MALFORMED.values()] == [5] * 13
 

@@ -223,10 +223,22 @@ def test_the_key_is_never_shown(serve, monkeypatch, capsys):
     judge = make_judge(api_key_env="JUDGE_KEY", model="")
     assert KEY not in repr(judge)
     answers = [httpx.Response(status, text="." * 490 + KEY) for status in (400, 401, 429, 500)]
-    for answer in [*answers, httpx.ReadError(f"Bearer {KEY}"), httpx.ConnectError(KEY), KEY.encode(), completion(KEY)]:
+    echo = f"The header is Authorization: Bearer {KEY}"
+    texts = [json.dumps({"echo": echo}), echo, json.dumps({"choices": [{"finish_reason": echo, "message": {}}]})]
+    quoting = [httpx.Response(200, text=text) for text in texts]
+    quoting.append(httpx.Response(200, headers={"content-encoding": echo}, content=b"x"))
+    for answer in [
+        *quoting,
+        *answers,
+        httpx.ReadError(f"Bearer {KEY}"),
+        httpx.ConnectError(KEY),
+        KEY.encode(),
+        completion(KEY),
+    ]:
         serve(answer)
-        assert KEY[:6] not in failure(judge).reason
-        if not isinstance(answer, bytes):
+        reason = failure(judge).reason
+        assert KEY[:6] not in reason and KEY[-6:] not in reason
+        if not isinstance(answer, bytes) and answer not in quoting:
             with pytest.raises(servers.ServerError) as caught:
                 asyncio.run(judge.wait_until_ready())
             assert KEY not in str(caught.value)

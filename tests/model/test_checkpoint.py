@@ -266,6 +266,12 @@ def test_an_invalid_record_is_corrupted(tmp_path, saved):
             restore_small(checkpoints, 3)
 
 
+def caused_by(cause):
+    error = RuntimeError("reading failed")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
@@ -278,6 +284,12 @@ def test_an_invalid_record_is_corrupted(tmp_path, saved):
         (FileNotFoundError(errno.ENOENT, "gone"), CheckpointError, "3 is corrupted: No such file or directory"),
         (OSError(errno.EMFILE, "any text"), OSError, "/3: Too many open files"),
         (RuntimeError(f"[os_error_code='{errno.ESTALE}']"), OSError, "/3: Stale file handle"),
+        (OSError(errno.ETIMEDOUT, "any text"), OSError, "/3: Connection timed out"),
+        (RuntimeError(f"[os_error_code='{errno.EIO}']"), OSError, "/3: Input/output error"),
+        (MemoryError(), OSError, "/3: Cannot allocate memory"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"), OSError, "/3: RESOURCE_EXHAUSTED: Out of memory"),
+        (caused_by(MemoryError()), OSError, "/3: Cannot allocate memory"),
+        (caused_by(KeyError("x")), CheckpointError, "3 is corrupted: reading failed"),
     ],
 )
 def test_read_errors_are_corruption_or_transient(reader, monkeypatch, error, raised, message):

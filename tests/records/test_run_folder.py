@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,22 @@ def test_rows_are_read_one_at_a_time_up_to_an_incomplete_line(tmp_path: Path):
     rows = json_files.read_rows(path, {"step": int, "a": list})
     assert [next(rows)["step"], next(rows)["step"], next(rows, None)] == [3, 4, None]
     assert list(json_files.read_rows(tmp_path / "none.jsonl", {})) == []
+
+
+def test_a_failed_append_leaves_the_file_unchanged(tmp_path: Path):
+    """Simulates a full disk with a limit of the file size."""
+    path = tmp_path / "rows.jsonl"
+    json_files.append_rows(path, [{"step": 3}])
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            json_files.append_rows(path, [{"step": 4, "text": "a" * 100_000}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    json_files.append_rows(path, [{"step": 5}])
+    assert [row["step"] for row in json_files.read_rows(path, {"step": int})] == [3, 5]
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", "3", '{"step": "4"}', '{"other": 4}', "[" * 100_000, "\0"])

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import re
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -89,6 +90,30 @@ def test_grading_overlaps_generation():
         return happened
 
     assert asyncio.run(main()) == [f"{verb} {problem.id}" for problem in PROBLEMS for verb in ("generate", "judge")]
+
+
+def test_an_error_ends_the_generation():
+    async def main() -> list[str]:
+        happened, was_raised = [], asyncio.Event()
+
+        async def generate() -> AsyncIterator[Group]:
+            try:
+                for problem in PROBLEMS:
+                    yield group(problem, "ab")
+                    await was_raised.wait()
+                    happened.append(problem.id)
+            finally:
+                happened.append("closed")
+
+        async def write(graded: GradedGroup) -> None:
+            was_raised.set()
+            raise OSError("the disk is full")
+
+        with pytest.raises(OSError, match="the disk is full"):
+            await grade_groups(generate(), PROBLEMS, ByLetter(), LetterJudge(), write)
+        return happened
+
+    assert asyncio.run(main()) == [PROBLEMS[0].id, "closed"]
 
 
 def test_groups_are_judged_concurrently():
@@ -196,6 +221,20 @@ def test_a_reward_that_raises_masks_its_response(capsys: pytest.CaptureFixture[s
     file = re.search(r"Fragile\.reward raised .* A traceback is in (.*)\.\n", capsys.readouterr().err)
     assert file and "ZeroDivisionError: division by zero" in Path(file[1]).read_text()
     Path(file[1]).unlink()
+
+
+def test_a_reward_that_raises_has_failed_if_its_traceback_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Broken(ByLetter):
+        def reward(self, problem: Problem, generation: Generation) -> float:
+            return float(generation.text == "a") or 1 / 0
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    (graded,) = asyncio.run(grade_groups(stream([group(PROBLEMS[0], "ab")]), PROBLEMS, Broken(), LetterJudge()))
+    assert graded.rewards.tolist() == [1.0] and graded.group.failures[1].kind == "raised"
+    printed = capsys.readouterr().err
+    assert "Broken.reward raised ZeroDivisionError" in printed and "traceback" not in printed
 
 
 def test_a_judge_that_raises_has_failed():

@@ -59,7 +59,7 @@ def open_rollouts(
     urls: Sequence[str],
     folder: Path | None,
     wait_seconds: float = PATIENCE,
-    weight_version: str | None = None,
+    required_weights: str | None = None,
     in_flight: bool = False,
     dialect: Dialect = SGLANG,
     time: SimulatedTime | None = None,
@@ -72,7 +72,7 @@ def open_rollouts(
       urls: Servers and routers.
       folder: Folder through which weights are pushed. If None, the servers keep their weights.
       wait_seconds: Timeout in seconds for a server that does not respond.
-      weight_version: Name of the weights that servers without a folder must have. If None, any weights.
+      required_weights: Path and version of the weights that servers without a folder must have. If None, any weights.
       in_flight: Whether updates keep the generations in progress.
       dialect: API of the servers.
       time: Simulated time of the HTTP requests. If None, only their time limits are simulated.
@@ -81,7 +81,7 @@ def open_rollouts(
     monkeypatch.setattr(servers, "open_transport", lambda proxy: httpx.MockTransport(handle))
     for module in (served_weights, client):
         monkeypatch.setattr(module, "backoff_seconds", lambda attempt: 0.0)
-    weights = AdoptedWeights(dialect, wait_seconds, weight_version)
+    weights = AdoptedWeights(dialect, wait_seconds, required_weights)
     if folder is not None:
         sync = DiskSync(folder, "a run", TINY, "float32")
         weights = served_weights.ServedWeights(sync, dialect, UNCHECKED, PATIENCE, wait_seconds, in_flight=in_flight)

@@ -76,8 +76,8 @@ def _resumed(file: Path) -> Path:
 def _halt() -> None:
     file, requested, request = Path(os.environ[HALTED]), threading.Event(), StopSignal.request
 
-    def record(self: StopSignal, number: int) -> None:
-        request(self, number)
+    def record(self: StopSignal, number: int, reason: str = "") -> None:
+        request(self, number, reason)
         requested.set()
 
     StopSignal.request = record

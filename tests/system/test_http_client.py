@@ -65,7 +65,7 @@ def test_an_endless_response_is_rejected():
 def test_responses_are_not_decompressed():
     bomb = gzip.compress(b" " * 10**6)
     head = HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
-    with pytest.raises(InvalidResponseError, match="encoding 'gzip'"):
+    with pytest.raises(InvalidResponseError, match="a content encoding, which was not requested"):
         fetch([head, bomb])
 
 

@@ -79,8 +79,7 @@ def visited_pairs(segment_ids: Int[np.ndarray, "R T"], query_block: int, key_blo
         for begin in range(0, len(row), query_block):
             end = min(begin + query_block, len(row))
             # Of all queries in the block, the segment of the first one starts earliest.
-            blocks = -(-end // key_block) - starts[begin] // key_block
-            visited += query_block * key_block * int(blocks)
+            visited += query_block * key_block * int(-(-end // key_block) - starts[begin] // key_block)
     return visited
 
 

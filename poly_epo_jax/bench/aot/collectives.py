@@ -50,8 +50,9 @@ def collective_of(program: Program, instruction: Instruction) -> Collective | No
         kind = "reduce-scatter"  # XLA for TPUs fuses an all-reduce and a dynamic-slice for this purpose.
     asynchronous = begins and '"is_sync":true' not in instruction.attributes
     types = ARRAY.search(found.shape)
-    sent = _sent_bytes(program, found, kind, fused)
-    return Collective(kind, types[1] if types else "", sent, asynchronous, _channel(found))
+    return Collective(
+        kind, types[1] if types else "", _sent_bytes(program, found, kind, fused), asynchronous, _channel(found)
+    )
 
 
 def ended_by(program: Program, instruction: Instruction, in_flight: Mapping[str, Collective]) -> str:
@@ -77,9 +78,9 @@ def _continues(instruction: Instruction) -> bool:
 
     These instructions refer to a collective that has already started.
     """
-    if "async-collective-start" in instruction.name:
-        return False
-    return "async-collective-done" in instruction.name or any("async_collective" in n for n in instruction.called())
+    return "async-collective-start" not in instruction.name and (
+        "async-collective-done" in instruction.name or any("async_collective" in n for n in instruction.called())
+    )
 
 
 def _channel(instruction: Instruction) -> str:

@@ -94,8 +94,10 @@ def _on_machine(config: Config, name: str) -> Config:
     preset = MESHES[name]
     if (config.mesh.device_kind, config.mesh.num_devices) == (preset["device_kind"], preset["num_devices"]):
         return config
-    mesh = MeshSection(**{key: preset[key] for key in ("data", "fsdp", "tensor", "device_kind", "num_devices")})
-    return dataclasses.replace(config, mesh=mesh)
+    return dataclasses.replace(
+        config,
+        mesh=MeshSection(**{key: preset[key] for key in ("data", "fsdp", "tensor", "device_kind", "num_devices")}),
+    )
 
 
 def _programs(config: Config, model_config: ModelConfig, mesh: Mesh, local_mesh: Mesh) -> Iterator[tuple[str, Any]]:

@@ -154,8 +154,9 @@ def _compute(reader: _Reader, one: Instruction, computation: list[Instruction], 
     if one.opcode in FREE or one.opcode in ("while", "call", "conditional") or one.opcode.endswith("-done"):
         return 0.0
     found, rates = reader.found, reader.rates
-    parts = [(one, computation), *nested(reader.program, one)]
-    flops = sum(matmul_flops(inner, shapes(within)) for inner, within in parts)
+    flops = sum(
+        matmul_flops(inner, shapes(within)) for inner, within in [(one, computation), *nested(reader.program, one)]
+    )
     found.flops += times * flops
     if kernel := kernel_name(one):
         work = reader.kernel_flops(kernel)
@@ -219,8 +220,7 @@ def moved_bytes(program: Program, one: Instruction, computation: list[Instructio
       computation: Computation that contains the instruction.
     """
     known = shapes(computation)
-    sizes = [array_bytes(known.get(name, "")) for name in one.operands]
-    result = array_bytes(one.shape)
+    sizes, result = [array_bytes(known.get(name, "")) for name in one.operands], array_bytes(one.shape)
     if one.opcode == "dynamic-slice":
         return 2 * result
     if one.opcode == "dynamic-update-slice":

@@ -42,8 +42,7 @@ def show_programs(found: Mapping[str, Any], console: Console) -> None:
 
 
 def _programs(programs: Mapping[str, Mapping[str, Any]]) -> Table:
-    figures = ("GB", "plan", "TFLOP", "useful", "s", "XLA", "arithmetic", "kernels", "links")
-    table = console_table(("program",), figures)
+    table = console_table(("program",), ("GB", "plan", "TFLOP", "useful", "s", "XLA", "arithmetic", "kernels", "links"))
     for name, program in programs.items():
         memory, seconds = program["memory"], program["seconds"]
         table.add_row(

@@ -16,7 +16,7 @@ class AdoptedWeights:
     Args:
       dialect: API of the servers.
       wait_seconds: Timeout in seconds for a server that does not respond.
-      weight_version: Name of the weights that the servers must have. If None, any weights are adopted.
+      weights: `ModelInfo.weights` that the servers must report. If None, any weights are adopted.
 
     Attributes:
       version: Always 0.
@@ -25,24 +25,23 @@ class AdoptedWeights:
       routers: Routers of the batch. Prompts are sent to the router instead of its workers.
     """
 
-    def __init__(self, dialect: Dialect, wait_seconds: float, weight_version: str | None = None):
+    def __init__(self, dialect: Dialect, wait_seconds: float, weights: str | None = None):
         self.version, self.name = 0, ""
         self.current: set[str] = set()
         self.routers: set[str] = set()
-        self.dialect = dialect
-        self._wait_seconds, self._weight_version = wait_seconds, weight_version
+        self.dialect, self._wait_seconds, self._required, self._adopted = dialect, wait_seconds, weights, ""
 
     async def servers(self, urls: Sequence[str]) -> list[str]:
         """Waits for all servers and routers in `urls`, adopts their weights, and returns `urls`.
 
         Raises:
           ServerError: If one of them does not respond or has no weights, if they have different weights, or if their
-            weight version is not the required version.
+            weights are not the required weights.
         """
         await asyncio.gather(*(self.dialect.wait_for(url, self._wait_seconds) for url in urls))
         self.routers = {one.url for one in await asyncio.gather(*map(self.dialect.probe, urls)) if one.is_router}
         models = dict(zip(urls, await asyncio.gather(*map(self._model_at, urls)), strict=True))
-        found = {url: model.weight_version for url, model in models.items()}
+        found = {url: model.weights for url, model in models.items()}
         if len(set(found.values())) > 1:
             raise ServerError(f"The servers have different weights: {found}; evaluate one server at a time.")
         if without := [url for url, model in models.items() if not model.has_weights]:
@@ -50,9 +49,9 @@ class AdoptedWeights:
                 f"{', '.join(without)} has no weights, because a run with rollouts.options.sleep=True was killed. "
                 "Restart it."
             )
-        if self._weight_version not in (None, found[urls[0]]):
+        if self._required not in (None, found[urls[0]]):
             raise ServerError(f"The weights of {urls[0]} changed after the evaluation started; rerun it.")
-        self.name, self.current = found[urls[0]], set(urls)
+        self._adopted, self.name, self.current = found[urls[0]], models[urls[0]].weight_version, set(urls)
         return list(urls)
 
     async def accepted(self, url: str) -> Mapping[str, int]:
@@ -66,7 +65,7 @@ class AdoptedWeights:
           ServerError: If the server does not respond, or has other weights.
         """
         await self.dialect.wait_for(url, self._wait_seconds)
-        if (await self._model_at(url)).weight_version != self.name:
+        if (await self._model_at(url)).weights != self._adopted:
             raise ServerError(f"The weights of {url} changed during the batch; rerun the evaluation.")
 
     async def update(
@@ -89,6 +88,4 @@ class AdoptedWeights:
         try:
             return await self.dialect.model_info(url)
         except httpx.HTTPError as error:
-            raise ServerError(
-                f"{url} does not report its weight version: {describe_error(error)}; see its log."
-            ) from error
+            raise ServerError(f"{url} does not report its model: {describe_error(error)}; see its log.") from error

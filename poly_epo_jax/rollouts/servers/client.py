@@ -42,14 +42,15 @@ class _PendingRequest:
       request: The request.
       done: Valid completions received so far, keyed by the index of their seed.
       last_error: Description of the last error.
-      last_invalid_server: Server that sent the last invalid completion. Other servers are preferred for the retry.
+      last_failed_server: Server that failed or sent an invalid completion last. Other servers are preferred for the
+        retry, because a server that rejects all prompts would have the fewest outstanding tokens.
     """
 
     place: int
     request: Request
     done: dict[int, Completion] = dataclasses.field(default_factory=dict)
     last_error: str = ""
-    last_invalid_server: Server | None = None
+    last_failed_server: Server | None = None
 
 
 class ServerSampler:
@@ -81,11 +82,8 @@ class ServerSampler:
         max_concurrent: int,
         timeout_seconds: float,
     ):
-        self.urls = [url.rstrip("/") for url in urls]
-        self.stop_ids = tuple(stop_ids)
-        self.vocab_size = vocab_size
-        self.max_concurrent = max_concurrent
-        self.timeout_seconds = timeout_seconds
+        self.urls, self.stop_ids = [url.rstrip("/") for url in urls], tuple(stop_ids)
+        self.vocab_size, self.max_concurrent, self.timeout_seconds = vocab_size, max_concurrent, timeout_seconds
         self._weights = weights
         self._running: set[asyncio.Task[None]] = set()
         self._counts = Counter[str]()
@@ -184,7 +182,7 @@ class ServerSampler:
             tokens = len(missing) * (len(request.prompt_ids) + request.max_tokens)
             # A separate client per request, because the cost of an httpx call grows with the client's number of calls.
             client = open_client(self.timeout_seconds, MAX_BYTES + TOKEN_BYTES * tokens)
-            async with pool.lease(len(missing), tokens, pending.last_invalid_server) as server, client:
+            async with pool.lease(len(missing), tokens, pending.last_failed_server) as server, client:
                 # One call with a list of seeds is cheaper for the server, but routers do not accept lists.
                 calls = [[index] for index in missing] if server.url in self._weights.routers else [missing]
                 generate = functools.partial(self._weights.dialect.generate, client, server.url, request)
@@ -251,14 +249,14 @@ class ServerSampler:
 
     def _reject(self, server: Server, pending: _PendingRequest, why: str) -> None:
         self._counts["invalid_responses"] += 1
-        pending.last_invalid_server, pending.last_error = server, f"{server.url} returned an invalid completion: {why}"
+        pending.last_failed_server, pending.last_error = server, f"{server.url} returned an invalid completion: {why}"
         if not server.reported_invalid:
             server.reported_invalid = True
             print(f"{pending.last_error} (problem {pending.request.problem_id!r}). Resampling.", file=sys.stderr)
 
     def _mark_failed(self, pool: ServerPool, server: Server, pending: _PendingRequest, why: str) -> None:
         self._counts["server_failures"] += server.is_up
-        pending.last_error = f"{server.url} failed: {why}"
+        pending.last_failed_server, pending.last_error = server, f"{server.url} failed: {why}"
         pool.fail(server, why)
 
     async def _end(self, tasks: Sequence[asyncio.Task[list[Completion]]], pool: ServerPool) -> None:

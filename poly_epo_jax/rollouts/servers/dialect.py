@@ -48,6 +48,11 @@ class ModelInfo(NamedTuple):
     weight_version: str
     has_weights: bool = True
 
+    @property
+    def weights(self) -> str:
+        """Path and version. Servers that were started with different models may report the same version."""
+        return f"{self.path} {self.weight_version}".strip()
+
 
 class WeightSpan(NamedTuple):
     """Consecutive tokens of a completion that were generated with the same weights.

@@ -223,6 +223,26 @@ def test_a_server_that_always_aborts_raises_an_error_after_8_attempts(monkeypatc
     assert sampler_counts(rollouts)["rollouts/resampled"] == 16
 
 
+def test_a_healthy_server_that_rejects_all_prompts_does_not_get_every_retry(monkeypatch):
+    received = {"a": 0, "b": 0}
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return answer_to_get(request.url.path, weight_version="w")
+        received[request.url.host] += 1
+        if request.url.host == "b":
+            return httpx.Response(503)
+        await until(lambda: received["b"] > 0)
+        for _ in range(20_000):  # b recovers in the meantime, and could get the retries
+            await asyncio.sleep(0)
+        return generated(request, "w")
+
+    rollouts = open_rollouts(answer, monkeypatch, URLS, None)
+    rollouts.sampler.max_concurrent = 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(collect(rollouts, tiny_problems(2, 8), 2, Sampling(4))) == 2
+    assert received == {"a": 2, "b": 1}
+
+
 def test_an_evaluation_omits_a_prompt_that_the_server_rejects(monkeypatch):
     def answer(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
@@ -256,6 +276,26 @@ def test_a_weight_change_during_an_evaluation_raises_an_error(monkeypatch):
         collect(open_rollouts(answer, monkeypatch, URLS, None), tiny_problems(1, 8), 2, Sampling(4))
 
 
+def test_a_server_that_restarts_with_another_model_is_not_evaluated(monkeypatch):
+    """SGLang names the weights of every model "default" until they are updated."""
+    model = "m"
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal model
+        if request.method == "GET":
+            return answer_to_get(request.url.path, model_path=model, weight_version="default")
+        if model == "m":
+            model = "another"
+            raise httpx.RemoteProtocolError("Server disconnected")
+        return generated(request, "default")
+
+    rollouts = open_rollouts(answer, monkeypatch, URLS[:1], None, required_weights="m default")
+    with pytest.raises(ServerError, match="http://a changed during the batch; rerun the evaluation"):
+        collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
+    with pytest.raises(ServerError, match=r"weights of http://a changed .* rerun it"):
+        collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
+
+
 def test_weights_that_change_before_an_evaluation_raise_an_error(monkeypatch):
     """The weights are named in about.json when the server is opened."""
 
@@ -265,7 +305,8 @@ def test_weights_that_change_before_an_evaluation_raise_an_error(monkeypatch):
         return generated(request, "w")
 
     for version in (None, "w"):
-        rollouts = open_rollouts(answer, monkeypatch, URLS, None, weight_version=version)
+        rollouts = open_rollouts(answer, monkeypatch, URLS, None, required_weights=version)
         assert len(collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))) == 1
     with pytest.raises(ServerError, match=r"weights of http://a changed .* rerun it"):
-        collect(open_rollouts(answer, monkeypatch, URLS, None, weight_version="v"), tiny_problems(1, 8), 2, Sampling(4))
+        rollouts = open_rollouts(answer, monkeypatch, URLS, None, required_weights="v")
+        collect(rollouts, tiny_problems(1, 8), 2, Sampling(4))
