@@ -250,8 +250,8 @@ class Checkpoints:
                 reason = _reason(error)
                 if (cause := _transient_cause(error)) is not None:
                     raise OSError(
-                        f"Failed to read checkpoint {self._directory / str(step)}: {_reason(cause)}. Fix the problem, "
-                        "or move this checkpoint if the problem remains, and rerun the command to resume."
+                        f"Failed to read checkpoint {self._directory / str(step)}: {_reason(cause)}. Fix the problem "
+                        "and rerun the command to resume."
                     ) from error
         # The original error is not chained, because its traceback would keep Orbax's coroutines alive.
         raise CheckpointError(f"Checkpoint {self._directory / str(step)} is corrupted: {reason}.")
