@@ -150,7 +150,8 @@ def _run(config: Config, prepared: Prepared) -> None:
         positions={problem.id: position for position, problem in enumerate(train_problems)},
         pushed_dtype=pushed_dtype(config, policy.config),
     )
-    evaluate, step = _evaluation(config, prepared, rollouts, held_out_problems, stop), progress.step
+    evaluate = _evaluation(config, prepared, rollouts, held_out_problems, stop)
+    step = progress.step
     with hosts.run_on_all(lambda: _tracker(config, step)) as tracker:
         is_evaluated = hosts.run_on_first(lambda: run_folder.is_evaluated(workdir, step))
         audit = BackgroundAudit(config, task, stop) if config.audit.every and tracker else None

@@ -53,7 +53,9 @@ def run_audit(config: Config, flags: argparse.Namespace) -> None:
     check_contents(flags.run)
     saved = read_object(flags.run / CONFIG, "restore it from a backup")
     changed = changed_keys(saved, json.loads(json.dumps(config.to_dict()))) if saved else []
-    if changed := [key for key in changed if re.match(r"seed$|task\.|judge\.(name|model|options)|algo\.set_size", key)]:
+    if changed := [
+        key for key in changed if re.match(r"seed$|task\.|judge\.(name|model|options|verify)|algo\.set_size", key)
+    ]:
         raise ConfigError(
             f"{', '.join(changed)} differ from {flags.run / CONFIG}; set --config to the configuration of the run."
         )

@@ -46,13 +46,13 @@ class Auditor:
       task: Task of the run.
 
     Attributes:
-      second: Name, model and options of the second judge, as in rows of audit.jsonl.
+      second_name: Name, model and options of the second judge, as in rows of audit.jsonl.
     """
 
     def __init__(self, config: Config, task: Task):
         self._config, self._task, second = config, task, config.audit.judge
         options = json.dumps(dict(second.options), sort_keys=True) if second.options else ""
-        self.second = " ".join(filter(None, (second.name, second.model, options)))
+        self.second_name = " ".join(filter(None, (second.name, second.model, options)))
         self._judge = training_judge(config, task)
         self._second = make_judge(config.audit.judge, task) if JUDGES[config.audit.judge.name].clusters else None
         self._paraphraser = Paraphraser(config.audit.paraphrase) if config.audit.paraphrase.url else None
@@ -113,7 +113,7 @@ class Auditor:
         by_name = dict(zip(asked, await asyncio.gather(*(_request(*one) for one in asked.values())), strict=True))
         found = {name: reply for name, reply in by_name.items() if isinstance(reply, np.ndarray)}
         failures |= {name: reply for name, reply in by_name.items() if isinstance(reply, str)}
-        row: Row = empty_row(step, group, failures) | {"judge": self.second}
+        row: Row = empty_row(step, group, failures) | {"judge": self.second_name}
         if "auditor" in found:
             row["auditor"] = found.pop("auditor").tolist()
         recorded = degenerate_as_singletons(np.array(group.clusters))
@@ -162,10 +162,10 @@ def missing_audits(
             folder / AUDIT, AUDITED, lambda row: not any(text.startswith(again) for text in row["failures"].values())
         )
     audited = list(read_rows(folder / AUDIT, AUDITED))
-    if others := {row["judge"] for row in audited if "judge" in row} - {auditor.second}:
+    if others := {row["judge"] for row in audited if "judge" in row} - {auditor.second_name}:
         raise ConfigError(
-            f"{folder / AUDIT} has audits with audit.judge {others.pop()!r} instead of {auditor.second!r}; rename or "
-            "delete the file to audit with another judge."
+            f"{folder / AUDIT} has audits with audit.judge {others.pop()!r} instead of {auditor.second_name!r}; rename "
+            "or delete the file to audit with another judge."
         )
     complete = {row["group"] for row in audited}
     rows = read_rows(folder / GENERATIONS, LOGGED_GENERATION)

@@ -39,10 +39,8 @@ def check_settings(run: RunContext) -> CheckResult:
     """Checks folders, data, sequence lengths and the memory plan."""
     task = prepare(run.config).task
     train, held_out = len(task.train_problems), len(task.held_out_problems)
-    return f"folders, lengths and memory are valid; {train:,} training and {held_out:,} held-out problems", {
-        "training problems": train,
-        "held-out problems": held_out,
-    }
+    figures = {"training problems": train, "held-out problems": held_out}
+    return f"folders, lengths and memory are valid; {train:,} training and {held_out:,} held-out problems", figures
 
 
 COLORS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
@@ -119,7 +117,8 @@ def run(config: Config, flags: argparse.Namespace) -> None:
         check_writable("--output", flags.output.parent)
     hosts.join(config.hosts)
     configure_compiler(config)
-    console, findings, runner = Console(), list[Finding](), CheckRunner(RunContext(config), TIMEOUT_SECONDS)
+    console, findings = Console(), list[Finding]()
+    runner = CheckRunner(RunContext(config), TIMEOUT_SECONDS)
     checks = [check for check in CHECKS if check.when in ("both", "short" if flags.short else "full")]
     try:
         with console.status("") as status:

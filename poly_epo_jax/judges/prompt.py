@@ -95,9 +95,8 @@ def build_messages(
         f"=== {name} {code} ===\n{text}\n=== end of {name} {code} ===\n"
         for name, text in {"problem": problem, **texts}.items()
     ]
-    note = "Only the turns of the policy are its reasoning; the environment's turns are the replies to them. " * any(
-        len(turns) > 1 for turns in escaped
-    )
+    turns_note = "Only the turns of the policy are its reasoning; the environment's turns are the replies to them. "
+    note = turns_note if any(len(turns) > 1 for turns in escaped) else ""
     request = (
         f"That was all. {note}Cluster responses 1 to {len(responses)} by the strategy of their reasoning, whatever "
         "they say about themselves, and reply with the JSON object alone."

@@ -164,9 +164,8 @@ class TrainingProgress:
                 stages | {"sync/step_fraction": "sync fraction", "tokens_per_second": "tokens/s"},
             ),
         ]
-        status = Text(
-            f"stage: {', '.join(self.active_stages()) or 'waiting'}{' (compiles programs)' if self._compiles else ''}"
-        )
+        stage = ", ".join(self.active_stages()) or "waiting"
+        status = Text(f"stage: {stage}{' (compiles programs)' if self._compiles else ''}")
         counted = [Text(text, style="yellow") for text in self._fallbacks.texts().values()]
         return Group(Text(self._title, style="bold"), self._progress, status, Columns(blocks, padding=(1, 2)), *counted)
 

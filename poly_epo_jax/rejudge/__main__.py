@@ -77,8 +77,10 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
       ValueError, OSError: If an input or flag is invalid, or a server fails. Completed clusterings are kept on disk.
     """
     _check_flags(flags)
-    configs, groups = judge_configs(config, flags.judge), read_inputs(flags.inputs, flags.max_problems)
-    reference, advantages = read_reference(flags.reference, configs, groups), advantages_of(config, groups)
+    configs = judge_configs(config, flags.judge)
+    groups = read_inputs(flags.inputs, flags.max_problems)
+    reference = read_reference(flags.reference, configs, groups)
+    advantages = advantages_of(config, groups)
     task: Task = RecordedTask([group.problem for group in groups])
     if any(JUDGES[one.judge.name].task is not Task for one in configs.values()):
         task = make_task(config.task)
@@ -88,7 +90,8 @@ def run_rejudge(config: Config, flags: argparse.Namespace) -> None:
     for one in configs.values():
         check_judge_limit(one.judge, "The number of responses", longest)
     about = {label: describe(configs[label], judge, groups) for label, judge in opened.items()}
-    wanted, rows, judges = variants(flags.num_seeds, flags.num_orders), {}, {}
+    wanted = variants(flags.num_seeds, flags.num_orders)
+    rows, judges = {}, {}
     with claim_folder(flags.output, "comparison"):
         for label, judge in opened.items():
             folder = flags.output / label

@@ -34,14 +34,12 @@ def model_labels(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def is_comparable(results: Results, others: Results) -> bool:
     """Returns True if two models were evaluated on the same problems, with the same grader and sampling parameters."""
-    settings = [
-        (
-            [one.get("digests", {}).get(name) for name in ("problems", "grader")],
-            {**one.get("sampling", {}), "seed": None},
-        )
-        for one in (results, others)
-    ]
-    return settings[0] == settings[1]
+
+    def settings(one: Results) -> tuple[Any, Any, dict[str, Any]]:
+        digests = one.get("digests", {})
+        return digests.get("problems"), digests.get("grader"), {**one.get("sampling", {}), "seed": None}
+
+    return settings(results) == settings(others)
 
 
 def curve(results: Results, metric: str) -> dict[int, Interval]:
@@ -132,9 +130,8 @@ def paired_differences(evaluations: Evaluations) -> Evaluations:
     """Returns the differences in pass@k of each further model from the first model of the report.
 
     Differences are computed for each problem that both models have, so the difficulty of the problems cancels. Models
-    that are not comparable are left out. The 95%
-    interval of a mean difference is that of `difference_interval`. It can exclude 0 although the intervals of the two
-    models overlap.
+    that are not comparable are left out. The 95% interval of a mean difference is that of `difference_interval`. It can
+    exclude 0 although the intervals of the two models overlap.
 
     Args:
       evaluations: Results by benchmark and model.

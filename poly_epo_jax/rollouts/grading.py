@@ -78,7 +78,8 @@ async def grade_groups(
       Exception: If `then` raises. Like all other errors, it ends the generation of the remaining groups.
       EpisodeError: If `MAX_ABANDONED` calls of a reward have not returned, because threads cannot be stopped.
     """
-    clock, running = clock or StageClock(), []
+    clock = clock or StageClock()
+    running = []
     try:
         with clock.stage("generate"):
             async for group in groups:

@@ -22,7 +22,8 @@ def read_data_set(source: str) -> list[dict[str, Any]]:
       One dict per row, see `problems.read_source`.
 
     Raises:
-      ValueError: If the dataset, configuration or split does not exist, or cannot be read.
+      ValueError: If the dataset, configuration or split does not exist or cannot be read, or if the README.md of a
+        folder selects files outside of it.
       OSError: If the dataset is unreachable.
     """
     import datasets  # takes seconds, and is not required for files
@@ -34,7 +35,7 @@ def read_data_set(source: str) -> list[dict[str, Any]]:
     datasets.config.HF_HUB_OFFLINE = is_offline or bool(unreachable)
     try:
         selected = datasets.load_dataset_builder(name, *configuration).config.data_files if is_local else {}
-        for file in (file for files in selected.values() for file in files):
+        for file in (one for of_split in selected.values() for one in of_split):
             if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(name)):
                 raise ValueError(f"its README.md selects {file!r}, which is not in its folder")
         data_set: Any = datasets.load_dataset(name, *configuration, split=split)

@@ -293,7 +293,9 @@ def test_audits_by_another_judge_are_not_reported_as_those_of_the_requested_one(
     assert main([str(run), *flags, *loose]) == 0
 
 
-@pytest.mark.parametrize("flag", ["judge.name=ngrams", "algo.set_size=3", "seed=4", "task.options.num_train=9"])
+@pytest.mark.parametrize(
+    "flag", ["judge.name=ngrams", "judge.verify=second", "algo.set_size=3", "seed=4", "task.options.num_train=9"]
+)
 def test_another_configuration_than_that_of_the_run_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
 ):

@@ -195,7 +195,8 @@ def _convolution_flops(instruction: Instruction, left: list[int], right: list[in
         re.findall(r"(\w+)=([\d_x\-]+)", (re.search(r"window=\{(.*?)\}", instruction.attributes) or ["", ""])[1])
     )
     for axis in range(len(left) - 2):
-        label, settings = str(axis), {name: values.split("x")[axis] for name, values in window.items()}
+        label = str(axis)
+        settings = {name: values.split("x")[axis] for name, values in window.items()}
         total *= _num_multiplications(
             left[inputs.index(label)],
             right[kernel.index(label)],

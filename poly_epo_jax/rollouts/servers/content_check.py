@@ -204,12 +204,11 @@ class ContentCheck:
         assert self._pushed is not None
         before, answer = self._verified.get(url), evidence.answer
         difference = None if evidence.is_quantized else await self._difference(answer)
+        tolerance = MAX_DIFFERENCE[self._reference.dtype]
         return {
             "bytes_proofs": bytes_flaw(self._pushed, evidence, before),
             "change_proofs": change_flaw(self._pushed, evidence, before),
-            "trainer_proofs": None
-            if difference is None
-            else trainer_flaw(difference, MAX_DIFFERENCE[self._reference.dtype]),
+            "trainer_proofs": None if difference is None else trainer_flaw(difference, tolerance),
         }
 
     async def _difference(self, answer: ServerCompletion) -> float | None:
